@@ -36,6 +36,7 @@ PARALLEL = replace(LLAMA, middle=None)
 PLAIN_MLP = replace(LLAMA, gate=None)
 LATENTS = replace(LLAMA, keys="latents", rotation="part")
 SCALED = replace(LLAMA, stream="products")
+GRANITE = replace(SCALED, embedding=IN_CODE)
 GATED_HEADS = replace(LLAMA, z="projection")
 FC = replace(PLAIN_MLP, up="fc1", down="fc2")
 GPT2 = replace(
@@ -118,7 +119,7 @@ def gpt_neox(config: Any) -> Layout:
 
 def granite_hybrid(config: Any) -> Layout:
     """Granite 4: experts beside an MLP, or the MLP alone where the config has none."""
-    hybrid = replace(SCALED, recurrent="mamba", mlp="block_sparse_moe")
+    hybrid = replace(GRANITE, recurrent="mamba", mlp="block_sparse_moe")
     if config.num_local_experts:
         return hybrid
     return replace(hybrid, mlp="shared_mlp", gate=None, up=None, gate_and_up="input_linear", down="output_linear")
@@ -153,8 +154,8 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     **dict.fromkeys(("arcee", "jais2", "nemotron"), PLAIN_MLP),
     **dict.fromkeys(("glm", "minimax_m3_vl_text", "phi3"), FUSED_GATE),
     **dict.fromkeys(("bitnet", "diffllama", "laguna"), GATED_HEADS),
-    **dict.fromkeys(("granite", "granite_swa", "hyperclovax"), SCALED),
-    **dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoeshared"), replace(SCALED, mlp="block_sparse_moe")),
+    **dict.fromkeys(("granite", "granite_swa", "hyperclovax"), GRANITE),
+    **dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoeshared"), replace(GRANITE, mlp="block_sparse_moe")),
     **dict.fromkeys(("gemma2", "gemma3_text"), POST_NORMS),
     **dict.fromkeys(("gemma3n_text", "gemma4_text", "gemma4_unified_text"), replace(POST_NORMS, rotation="heads last")),
     **dict.fromkeys(("exaone4", "flex_olmo", "olmo2", "olmo3"), POST_NORMS_ONLY),
@@ -178,6 +179,7 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     ),
     "recurrent_gemma": replace(
         LLAMA,
+        embedding=IN_CODE,
         attention="temporal_block",
         recurrent="temporal_block",
         mixer_output="linear_out",

@@ -8,7 +8,8 @@ Names are `torch.nn.Module` paths as in the transformers library: relative to th
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-IN_CODE = "a table in the model's code"  # positions without a module; their number is a limit all the same
+# Positions without a module, whose number is a limit all the same, and embeddings that the model scales outside of one.
+IN_CODE = "in the model's code"
 
 
 @dataclass(frozen=True)

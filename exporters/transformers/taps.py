@@ -121,8 +121,12 @@ class Attachment:
 
     def embeddings(self) -> None:
         layout = self.layout
-        embedding = self.module(layout.embedding) if layout.embedding else self.model.get_input_embeddings()
-        self.after(embedding, partial(self.taps.at, HookPoint.Embed))
+        embedded = partial(self.taps.at, HookPoint.Embed)
+        if layout.embedding == IN_CODE:
+            self.before(self.module(f"{layout.blocks}.0"), embedded)
+        else:
+            table = self.module(layout.embedding) if layout.embedding else self.model.get_input_embeddings()
+            self.after(table, embedded)
         if layout.positions not in (None, IN_CODE):
             self.after(self.module(str(layout.positions)), partial(self.taps.at, HookPoint.PosEmbed))
         if layout.types:

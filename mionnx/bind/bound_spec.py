@@ -21,7 +21,7 @@ from mionnx.bind.knockout_mask import end_of
 from mionnx.bind.logit_selection import Logits
 from mionnx.bind.plan import BoundCapture, NamedRequest, bind_captures, edits_of, in_order
 from mionnx.bind.selection import Selection, reads_keys
-from mionnx.bind.state_gates import gates_of, states_of
+from mionnx.bind.state_gates import gates_of, hides, shown_in, states_of
 from mionnx.bind.values import capture_inputs, columns, edit_inputs
 from mionnx.graph.axes import dynamic_sizes, shape_of
 from mionnx.graph.hook_points import HookPoint
@@ -59,6 +59,11 @@ class BoundSpec:
         return [(edit, one) for edit, (_, one) in zip(self.plan.edits, self.hooks.interventions, strict=True)]
 
     @cached_property
+    def _hiding(self) -> bool:
+        """Whether it hides tokens from all layers."""
+        return any(hides(state, self.model.metadata) for state in states_of(self.spec))
+
+    @cached_property
     def weights(self) -> dict[str, NDArray[Any]]:
         """Inputs with the weights of splices, the same in every pass."""
         return {
@@ -72,7 +77,7 @@ class BoundSpec:
         """The same spec, in the structure that a batch needs."""
         # An input says which scores and pattern entries are of texts: all others stay as they are. Padded batches of
         # any shape share that structure, and those without padding have nothing of it.
-        bound = self.sparing_padding() if batch.padded else self
+        bound = self.sparing_padding() if batch.padded or self._hiding else self
         outputs, part = self.plan.outputs, self.logits
         # logits of position -1 are the last column's, except where a text ends before it
         if outputs.last and part is not None and (columns("logits", part.positions_, batch) != batch.seq - 1).any():
@@ -95,13 +100,17 @@ class BoundSpec:
 
     def values(self, batch: TokenBatch) -> dict[str, NDArray[Any]]:
         """Inputs with the values, positions and masks of the interventions."""
-        return edit_inputs(self.selections(batch), self.hooks, batch)
+        return self._edit_inputs(self.selections(batch), batch)
+
+    def _edit_inputs(self, selections: Sequence[Selection], batch: TokenBatch) -> dict[str, NDArray[Any]]:
+        return edit_inputs(selections, self.hooks, batch, shown_in(batch, self.spec, self.model.metadata))
 
     def selections(self, batch: TokenBatch) -> list[Selection]:
         """The part of one token batch that each intervention selects."""
         sizes, experts = dynamic_sizes(batch.batch, batch.seq, batch.total), self.model.metadata.sizes.n_experts
+        shown = shown_in(batch, self.spec, self.model.metadata) if self._hiding else None
         return [
-            Selection(edit, one, shape_of(self.hooks.dims(HookPoint.parse(edit.hook)), sizes), batch, experts)
+            Selection(edit, one, shape_of(self.hooks.dims(HookPoint.parse(edit.hook)), sizes), batch, experts, shown)
             for edit, one in self.edits
         ]
 
@@ -110,7 +119,7 @@ class BoundSpec:
     ) -> dict[str, Value]:
         """All inputs of a pass: tokens, past, values, positions, masks, weights, gates, parts."""
         selections = self.selections(batch)
-        edits = {**edit_inputs(selections, self.hooks, batch), **self.weights} if selections else {}
+        edits = {**self._edit_inputs(selections, batch), **self.weights} if selections else {}
         inputs = self.step_inputs(batch, past_inputs(self.model, past, batch), edits)
         if not checked:
             self.refuse_idle(batch, use_cache, selections=selections)
@@ -120,7 +129,7 @@ class BoundSpec:
         """Check the spec on the rows of a batch that will run in several parts."""
         selections = self.selections(batch)
         if selections:
-            edit_inputs(selections, self.hooks, batch)
+            self._edit_inputs(selections, batch)
         gates_of(self.spec, batch, self.model.metadata)
         capture_inputs((*self.captures, *self.gradients), batch)
         self.refuse_idle(batch, use_cache, selections=selections)
@@ -232,7 +241,10 @@ class Binder:
         refuse_metric(metric, self.model.metadata)
         of = read_by(metric, hooks)
         by = bind_gradients(spec.gradients, of, hooks)
-        plan = Plan(edits_of(hooks), tuple(nodes), outputs, gradients=gradients_of(metric, of, by))
+        edits = edits_of(hooks)
+        if any(hides(state, self.model.metadata) for state in states_of(spec)):
+            edits = tuple(replace(edit, counted=edit.at_positions) for edit in edits)
+        plan = Plan(edits, tuple(nodes), outputs, gradients=gradients_of(metric, of, by))
         bound = BoundSpec(spec, self.model, hooks, captures, plan, logits, by)
         refuse_idle_structure(bound.edits, bound.plan, self.model)
         shown = ShownValues(bound.plan.captures, outputs.logits, outputs.carried)

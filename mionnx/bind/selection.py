@@ -110,6 +110,7 @@ class Selection:
     shape: Shape
     call: TokenBatch
     experts: int | None = None
+    shown: TokenBatch | None = None  # the call without tokens that are hidden from all layers, if any are
 
     def _refuse(self, why: str) -> InterventionError:
         return InterventionError(f"{self.edit.kind} at {self.edit.hook}: {why}")
@@ -185,9 +186,10 @@ class Selection:
         """Selected heads, experts, neurons and rows: a mask of the activation's rank, else 1 wide."""
         mask = self._along(0, self.rows)
         # Alone, a row has no keys of padding: whatever stood at their scores and pattern entries (a zero in place of
-        # the lowest score) would let queries read them.
-        if self.call.padded and reads_keys(self.edit, self.intervention):
-            mask = mask & of_texts(self.call, self.edit.axes)
+        # the lowest score) would let queries read them. Nor does it have those of hidden tokens.
+        shown = self.shown or self.call
+        if shown.padded and reads_keys(self.edit, self.intervention):
+            mask = mask & of_texts(shown, self.edit.axes)
         for axis, indices in self._counted().items():
             mask = mask & self._along(axis, indices)
         return mask

@@ -15,6 +15,8 @@ and keeps its place in the text.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -52,10 +54,9 @@ def gates_of(spec: HookSpec, batch: TokenBatch, metadata: Metadata) -> dict[str,
         for term in steering.terms:
             for index in _indices(steering, term, batch, metadata, steering.target_heads(heads)):
                 factors[term][index] *= np.float32(steering.scale)
-    mask = batch.attention_mask
+    mask = shown_in(batch, spec, metadata).attention_mask
     for knockout in spec.state_knockouts:  # after the steering: it wins wherever both apply
         if hides(knockout, metadata):
-            mask = _without(mask, knockout, batch)
             continue
         for term in knockout.terms:
             for index in _indices(knockout, term, batch, metadata, range(heads)):
@@ -72,6 +73,14 @@ def gates_of(spec: HookSpec, batch: TokenBatch, metadata: Metadata) -> dict[str,
 def hides(state: StateEdit, metadata: Metadata) -> bool:
     """Whether a state intervention hides its tokens from all layers at once, by the mask."""
     return metadata.carries_state and not metadata.shifts_tokens and {*TERMS} <= {*state.terms}
+
+
+def shown_in(batch: TokenBatch, spec: HookSpec, metadata: Metadata) -> TokenBatch:
+    """The batch itself, or with a mask without the tokens that the state interventions of a spec hide."""
+    hiding = [one for one in spec.state_knockouts if hides(one, metadata)]
+    if not hiding:
+        return batch
+    return replace(batch, attention_mask=reduce(partial(_without, batch=batch), hiding, batch.attention_mask))
 
 
 def _without(mask: NDArray[np.int64], state: StateEdit, batch: TokenBatch) -> NDArray[np.int64]:

@@ -21,14 +21,20 @@ from mionnx.spec.kinds.kind import ValueShape
 NOWHERE = -2  # in an input of positions: selects no token; -1 is what padding has
 
 
-def edit_inputs(selections: Sequence[Selection], hooks: HookIndex, batch: TokenBatch) -> dict[str, NDArray[Any]]:
-    """The inputs with the values, positions and masks of interventions."""
+def edit_inputs(
+    selections: Sequence[Selection], hooks: HookIndex, batch: TokenBatch, shown: TokenBatch
+) -> dict[str, NDArray[Any]]:
+    """The inputs with the values, positions and masks of interventions.
+
+    Args:
+        shown: the batch without the tokens that state interventions hide from all layers.
+    """
     # read by graphs with position limits alone: engines leave out what a graph does not read
     inputs: dict[str, NDArray[Any]] = {TOKEN_POSITIONS: batch.token_positions}
     for selection in selections:
         inputs |= _inputs(selection, hooks.dtype(HookPoint.parse(selection.edit.hook)))
     # together: two knockouts, each harmless, may leave a query without keys
-    _refuse_blind(selections, batch, hooks.model)
+    _refuse_blind(selections, shown, hooks.model)
     refuse_unread(selections)
     return inputs
 

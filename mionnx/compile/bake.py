@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from mionnx.bind.bound_spec import BoundSpec
 from mionnx.bind.knockout_mask import KnockoutMask
 from mionnx.bind.selection import Selection, reads_keys
-from mionnx.compile.bake_gates import bake_gates
+from mionnx.compile.bake_gates import bake_gates, hidden_positions
 from mionnx.compile.bake_outputs import bake_metric
 from mionnx.compile.knobs import Knob
 from mionnx.compile.token_facts import TokenFacts, replace_input
@@ -66,10 +66,12 @@ def bake(graph: Graph, bound: BoundSpec, knobs: Mapping[str, TurnedKnob], report
         # A constant that becomes an input when the graph is written.
         turned |= dict.fromkeys(one.indices, Constant(name, np.array(one.default, np.float32)))
     report.inputs += knobs
-    calls = TokenFacts(graph, report, both=bound.model.metadata.bidirectional)
+    metadata = bound.model.metadata
+    hidden = hidden_positions(bound.spec, metadata)
+    calls = TokenFacts(graph, report, both=metadata.bidirectional, hidden=hidden)
     for n, (edit, intervention) in enumerate(bound.edits):
         _edit(calls, edit, intervention, bound.hooks.dims(HookPoint.parse(edit.hook)), turned.get(n))
-    bake_gates(graph, bound.spec, bound.model.metadata, calls, report)
+    bake_gates(graph, bound.spec, metadata, calls, report)
     bake_metric(graph, bound, calls, report)
     # Nodes that work out positions were appended behind the edits that read them.
     sort_nodes(graph)

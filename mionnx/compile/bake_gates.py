@@ -32,7 +32,7 @@ def bake_gates(graph: Graph, spec: HookSpec, metadata: Metadata, calls: TokenFac
     states: list[State] = [*spec.state_steerings, *spec.state_knockouts]  # knockouts after: they win
     for state in states:
         _check(state, metadata)
-    _hide(graph, [state for state in states if hides(state, metadata)], calls, report)
+    _hide(graph, calls, report)
     for term, name in GATES.items() if states else ():
         if term not in metadata.state_gates:
             continue
@@ -51,20 +51,31 @@ def bake_gates(graph: Graph, spec: HookSpec, metadata: Metadata, calls: TokenFac
         replace_input(graph, tensors[name], _distances(op, gate) if term == "token_shift" else gate)
 
 
-def _hide(graph: Graph, states: list[State], calls: TokenFacts, report: Report) -> None:
-    """Let the model read a mask without invisible tokens; positions are counted on the mask as it comes."""
-    if not states:
-        return
+def hidden_positions(spec: HookSpec, metadata: Metadata) -> list[int | str]:
+    """The positions of tokens that a spec hides from all layers.
+
+    Raises:
+        InterventionError: others than positions from the start.
+    """
+    states = [state for state in spec.state_knockouts if hides(state, metadata)]
     positions = [position for state in states for position in state.positions_]
     if any(isinstance(one, str) or one < 0 for one in positions):
         raise InterventionError(
             f"{states[0].title}: a compiled graph does not remember where a prompt ended, and hides tokens only by "
             f"positions from the start, got {positions!r}"
         )
+    return positions
+
+
+def _hide(graph: Graph, calls: TokenFacts, report: Report) -> None:
+    """Let the model read a mask without invisible tokens; positions are counted on the mask as it comes."""
+    if not calls.hidden:
+        return
     mask, keys = graph.tensors()["attention_mask"], calls.keys
     readers = [node for node in mask.outputs if not node.name.startswith(OWN_NODES)]
     op = Builder(graph, "attention_mask", "mionnx.hidden", report)
-    shown = op.Where(among(op, keys, op.constant([positions])), op.constant(0), mask, dtype=mask.dtype)
+    hidden = among(op, keys, op.constant([[*calls.hidden]]))
+    shown = op.Where(hidden, op.constant(0), mask, dtype=mask.dtype)
     for node in readers:
         node.inputs = [shown if entry is mask else entry for entry in node.inputs]
 

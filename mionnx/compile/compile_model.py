@@ -244,7 +244,9 @@ def _compiled(
     monitors: Mapping[str, Monitor],
 ) -> onnx.ModelProto:
     """The graph, its weights still in the hooked model's files; `source` is the name that opens the model, if any."""
-    model, plan, spec = bound.model, bound.plan, bound.spec
+    model, spec = bound.model, bound.spec
+    # positions are counted on the mask as it comes: `bake_gates` hides tokens behind it
+    plan = replace(bound.plan, edits=tuple(replace(edit, counted=False) for edit in bound.plan.edits))
     edited, report = apply_plan(model.proto, plan, model.metadata, {one.hook for one in monitors.values()})
     taken = {*edited.tensors()} & {*knobs}
     if taken:

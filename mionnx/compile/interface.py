@@ -1,5 +1,7 @@
 """Inputs and outputs of a compiled graph: their names, dtypes and axes."""
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import onnx
@@ -49,3 +51,18 @@ def name_axes(graph: onnx.GraphProto) -> None:
         for dim in value.type.tensor_type.shape.dim:
             if dim.dim_param in AXES:
                 dim.dim_param = AXES[dim.dim_param]
+
+
+def renamed_ports(origin: onnx.ModelProto, names: Mapping[str, str]) -> onnx.ModelProto:
+    """A model whose inputs and outputs have other names; inside it values keep theirs."""
+    proto = onnx.ModelProto()
+    proto.CopyFrom(origin)
+    graph, identity = proto.graph, partial(onnx.helper.make_node, "Identity")
+    first = [identity([names[one.name]], [one.name]) for one in graph.input if one.name in names]
+    last = [identity([one.name], [names[one.name]]) for one in graph.output if one.name in names]
+    nodes = [*first, *graph.node, *last]
+    del graph.node[:]
+    graph.node.extend(nodes)
+    for value in (*graph.input, *graph.output):
+        value.name = names.get(value.name, value.name)
+    return proto

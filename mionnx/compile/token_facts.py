@@ -9,7 +9,7 @@ from numpy.typing import DTypeLike
 from mionnx.graph.axes import KEYS, SEQUENCE_AXES
 from mionnx.graph.builder import Builder, Graph, Tensor
 from mionnx.graph.report import Report
-from mionnx.rewrite.intervene import TOKEN_POSITIONS, token_positions
+from mionnx.rewrite.intervene import TOKEN_POSITIONS, among, token_positions
 
 NOWHERE = -2  # no token stands there; padding stands at -1
 
@@ -17,8 +17,15 @@ NOWHERE = -2  # no token stands there; padding stands at -1
 class TokenFacts:
     """Facts of a call as values of the graph; the nodes of each are added when it is first read."""
 
-    def __init__(self, graph: Graph, report: Report, prefix: str = "mionnx.call", both: bool = False) -> None:
-        self.graph, self.report, self.both = graph, report, both
+    def __init__(
+        self,
+        graph: Graph,
+        report: Report,
+        prefix: str = "mionnx.call",
+        both: bool = False,
+        hidden: Sequence[int | str] = (),
+    ) -> None:
+        self.graph, self.report, self.both, self.hidden = graph, report, both, hidden
         self.op = Builder(graph, TOKEN_POSITIONS, prefix, report)
         self._windows: dict[str, Tensor] = {}
 
@@ -49,7 +56,7 @@ class TokenFacts:
         return self.op.Cast(self.op.ReduceMax(first, [1], keepdims=1), to=np.bool_)
 
     def of_texts(self, axes: Sequence[str]) -> Tensor | None:
-        """Entries of a value outside of padding: bool, 1 wide along axes without tokens."""
+        """Entries of a value outside of padding and hidden keys: bool, 1 wide along axes without tokens."""
         # None for a value without such axes, and in a graph without a mask, whose calls have no padding.
         if "attention_mask" not in self.graph.tensors():
             return None
@@ -57,6 +64,9 @@ class TokenFacts:
         for at, axis in enumerate(axes):
             if axis in (*SEQUENCE_AXES, KEYS):
                 real = self.op.GreaterOrEqual(self.keys if axis == KEYS else self.positions, 0)
+                if axis == KEYS and self.hidden:
+                    hidden = among(self.op, self.keys, self.op.constant([[*self.hidden]]))
+                    real = self.op.And(real, self.op.Not(hidden))
                 parts.append(self.op.Unsqueeze(real, [n for n in range(1, len(axes)) if n != at]))
         return reduce(self.op.And, parts) if parts else None
 

@@ -30,7 +30,8 @@ TOKEN_POSITIONS = "mionnx.token_positions"
 def intervene(graph: gs.Graph, edits: Sequence[Edit], report: Report) -> None:
     """Insert all edits of a plan."""
     tensors = named(graph)
-    positions = token_positions(graph, report) if any(edit.at_positions for edit in edits) else None
+    limited, counted = (any(getattr(edit, name) for edit in edits) for name in ("at_positions", "counted"))
+    positions = token_positions(graph, report, counted) if limited else None
     for hook in sorted(dict.fromkeys(edit.hook for edit in edits), key=len):  # an inner name is the longer one
         value = tensors[hook] if hook in tensors else named(graph)[hook]
         current = _detach(graph, value)
@@ -110,11 +111,11 @@ def among(op: Builder, positions: gs.Tensor, targets: gs.Tensor) -> gs.Variable:
     return op.Cast(any_equal, to=np.bool_)
 
 
-def token_positions(graph: gs.Graph, report: Report) -> gs.Variable:
-    """Position of each token in its row's text, -1 for padding: int64 [batch, seq]."""
+def token_positions(graph: gs.Graph, report: Report, counted: bool = False) -> gs.Variable:
+    """Position of each token in its row's text, -1 for padding: int64 [batch, seq]; an input if `counted`."""
     tensors = named(graph)
     op = Builder(graph, TOKEN_POSITIONS, TOKEN_POSITIONS, report)
-    if "attention_mask" not in tensors:  # a recurrent model has no use for a mask or positions of its own
+    if counted or "attention_mask" not in tensors:  # a recurrent model may have no mask or positions of its own
         return op.input(TOKEN_POSITIONS, np.int64, 2)
     mask, ids = (tensors[name] for name in ("attention_mask", "input_ids"))
     # the mask covers the past as well: its last columns are those of this call's tokens

@@ -52,6 +52,7 @@ class Edit:
     # The hook point that holds the choice, where an input says at which chosen experts it applies.
     at_experts: str | None = None
     switched: bool = False  # whether an input says that it applies at all
+    counted: bool = False  # whether tokens' positions are an input: the mask that they are counted on hides some
 
     @property
     def prefix(self) -> str:

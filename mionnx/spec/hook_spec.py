@@ -172,7 +172,7 @@ class HookSpec(Brief, Storable, Translated):
         return self
 
     def set_state_knockout(self, *specs: StateKnockoutSpec) -> HookSpec:
-        """Register knockouts of tokens' writes into an RWKV state; each of them applies.
+        """Register knockouts of tokens' writes into recurrent states; each of them applies.
 
         Example:
             spec = HookSpec().set_state_knockout(StateKnockoutSpec().position(0).layer(3))
@@ -181,7 +181,7 @@ class HookSpec(Brief, Storable, Translated):
         return self
 
     def set_state_steering(self, *specs: StateSteeringSpec) -> HookSpec:
-        """Register scales of tokens' writes into an RWKV state; where several apply, they multiply.
+        """Register scales of tokens' writes into recurrent states; where several apply, they multiply.
 
         Example:
             spec = HookSpec().set_state_steering(StateSteeringSpec(2.0).position(0).head(1))

@@ -9,9 +9,9 @@ token_shift  RWKV: the next token's projections are mixed with it
 convolution  other recurrent layers: the short convolution at the next tokens reads it
 
 A knockout turns off the write; `erase()`, `decay()`, `token_shift()` and `convolution()` turn off more, `invisible()`
-everything: then
-later positions are what they would be had the token never been there. In models with convolutions or attention beside
-the states it hides the token from these too, in all layers; only the positions of later tokens still count it.
+everything: then later positions are what they would be had the token never been there. In models with convolutions or
+attention beside the states it hides the token from these too, in all layers; the positions of later tokens still count
+it, windows of attention do not.
 """
 
 from collections.abc import Iterable
@@ -135,7 +135,8 @@ class StateKnockoutSpec(StateTargets):
         """Turn off every term: later positions cannot see these tokens in the targeted layers.
 
         Of other models than RWKV in all layers, their convolutions and attention included, in the calls that the spec
-        is given to (each step of a generation is one): keys in a cache are still there for calls without it.
+        is given to (each step of a generation is one): keys in a cache are still there for calls without it, those that
+        padding would have. What is captured at the token itself is padding's too.
         """
         return self._with(*TERMS)
 

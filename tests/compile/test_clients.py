@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from client_programs import CLIENTS, OPTIMUM, loop_of, run
 
-from mionnx import HookPoint, HookSpec, Intervention, Knob, MIModel
+from mionnx import HookPoint, HookSpec, Intervention, Knob, MIModel, StateKnockoutSpec
 from mionnx.compile.layouts.layout import CARD_PROMPT
 
 GENAI = "onnxruntime-genai==0.18.0"
@@ -242,6 +242,43 @@ def test_a_client_runs_other_families(family, layout, models, generated, tmp_pat
         found = generated(layout, tmp_path / "out", [ids], knobs={"strength": dose}, end=end)["tokens"][0]
         expected = model.generate([ids], make(dose), max_new_tokens=NEW, do_sample=False).new_ids[0].tolist()
         assert cut(found, end) == expected, dose
+
+
+HYBRIDS = [("lfm2", layout, None) for layout in ("genai", "transformers.js")]
+SLOW_HYBRIDS = [(one, layout, None) for one in ("granitemoehybrid", "qwen3_5_text") for _, layout, _ in HYBRIDS]
+SLOW_HYBRIDS += [(one, layout, "float16") for one in ("lfm2", "qwen3_5_text") for _, layout, _ in HYBRIDS]
+SLOW_HYBRIDS += [("mamba2", "genai", None), ("recurrent_gemma", "genai", None), ("lfm2_moe", "transformers.js", None)]
+SLOW_HYBRIDS = [pytest.param(*one, marks=pytest.mark.slow) for one in SLOW_HYBRIDS]
+
+
+@pytest.mark.parametrize(("family", "layout", "dtype"), [*HYBRIDS, *SLOW_HYBRIDS])
+def test_a_client_carries_the_states_of_a_hybrid(family, layout, dtype, hybrid, generated, tmp_path):
+    """Two rows of unequal length, with a knob, and tokens hidden from the convolutions."""
+    model = hybrid(family)
+    direction = 3 * np.cos(np.arange(model.hooked.metadata.sizes.hidden_size)).astype(np.float32)
+    hidden = StateKnockoutSpec(terms=["convolution"]).positions([1, 3])
+
+    def make(dose: float) -> HookSpec:
+        change = Intervention.Add(dose * direction, positions=[2, -1])
+        return HookSpec().intervene("blocks.0.hook_attn_out", change).set_state_knockout(hidden)
+
+    compiled(model, make(1.0), layout, tmp_path / "out", dtype=dtype)
+    ids = np.random.default_rng(0).integers(3, model.hooked.metadata.sizes.vocab_size, 21).tolist()
+    rows, answers = [ids[:12], ids[12:17]], set()
+    if dtype:
+        model.narrow(tmp_path / "half", dtype=dtype)
+        model = MIModel.from_pretrained(tmp_path / "half", threads=1)
+    for dose in DOSES:
+        found = generated(layout, tmp_path / "out", rows, knobs={"strength": dose}, new=8, least=8)["tokens"]
+        made = model.generate(rows, make(dose), max_new_tokens=8, min_new_tokens=8)
+        assert found == [row.tolist() for row in made.new_ids], dose
+        answers.add(tuple(found[0]))
+    assert len(answers) == len(DOSES)
+    if dtype is None:
+        model.compile(HookSpec(), tmp_path / "plain", layout=layout, plain=True)
+        found = generated(layout, tmp_path / "plain", rows, new=8, least=8)["tokens"]
+        made = model.generate(rows, max_new_tokens=8, min_new_tokens=8)
+        assert found == [row.tolist() for row in made.new_ids]
 
 
 @pytest.mark.slow

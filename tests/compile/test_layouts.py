@@ -90,6 +90,19 @@ def test_what_a_layout_cannot_hold_is_refused(what, shipped, tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.slow
+def test_a_model_without_keys_has_no_past_that_transformers_js_could_count(hybrid, tmp_path):
+    with pytest.raises(InputError, match=r"by its keys, and no layer of this mamba2 model has any: use layout='plain'"):
+        hybrid("mamba2").compile(HookSpec(), tmp_path / "out", layout="transformers.js", plain=True)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_hybrid_is_refused_where_a_client_carries_keys_and_values_alone(hybrid, tmp_path):
+    with pytest.raises(InputError, match=r"a lfm2 model a state of other parts \(conv\): use layout='plain'"):
+        hybrid("lfm2").compile(HookSpec(), tmp_path / "out", layout="optimum", plain=True)
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize("layout", ["genai", "transformers.js", "optimum"])
 def test_a_recurrent_model_is_refused_where_clients_carry_keys_and_values(layout, recurrent, tmp_path):
     spec = HookSpec().intervene("blocks.1.hook_mlp_out", Intervention.Scale(0.5))

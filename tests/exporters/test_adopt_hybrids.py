@@ -6,6 +6,7 @@ The files in `tests/shared/foreign/lfm2` and `qwen3_5` are random checkpoints as
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -248,23 +249,93 @@ def test_an_operator_of_states_that_is_not_known_is_refused_by_name(tmp_path):
         adopt(source, tmp_path / "hooked")
 
 
-def test_a_convolution_of_standard_operators_is_refused_with_those_that_are_known(tmp_path):
-    """As transformers.js has LFM2: the columns are joined, convolved and cut by three nodes."""
-    source = Path(shutil.copytree(FOREIGN / "lfm2" / "genai", tmp_path / "source"))
+def in_standard_operators(source: Path, folder: Path, carried: int, last: int | None = None) -> Path:
+    """LFM2's files for transformers.js: a convolution is three nodes, or four where more columns are carried.
+
+    Args:
+        carried: columns of the past; the kernel reads two of them.
+        last: where the columns that are carried on begin, instead of at the last `carried`.
+    """
     proto = onnx.load(source / "model.onnx", load_external_data=False)
-    nodes, ends = [], [np.array([number]) for number in (-2, 2**60, 2)]
+    half = proto.graph.input[-1].type.tensor_type.elem_type
+    names = {f"{when}.{i}.conv": f"{when}_conv.{i}" for when in ("past", "present") for i in (0, 2)}
+    numbers = {"behind": [-carried if last is None else last], "end": [2**63 - 1], "along": [2], "minus": [-1]}
+    nodes = []
     for node in proto.graph.node:
         if node.op_type != "CausalConvWithState":
             nodes.append(node)
             continue
         (x, weight, _, past), (y, present) = node.input, node.output
-        names = [f"{y}.{number}" for number in range(3)]
-        proto.graph.initializer.extend(map(onnx.numpy_helper.from_array, ends, names))
-        nodes.append(onnx.helper.make_node("Concat", [past, x], [f"{y}.joined"], axis=2))
-        nodes.append(onnx.helper.make_node("Conv", [f"{y}.joined", weight], [y], group=32))
-        nodes.append(onnx.helper.make_node("Slice", [f"{y}.joined", *names], [present]))
+
+        def add(kind: str, inputs: list[str], output: str, **attributes: Any) -> None:
+            nodes.append(onnx.helper.make_node(kind, inputs, [output], **attributes))
+
+        add("Concat", [names[past], x], f"{y}.joined", axis=-1)
+        add("Slice", [f"{y}.joined", "behind", "end", "along"], names[present])
+        add("Conv", [f"{y}.joined", weight], f"{y}.all" if carried > 2 else y, group=32, kernel_shape=[3], pads=[0, 0])
+        if carried > 2:
+            add("Shape", [x], f"{y}.shape")
+            add("Gather", [f"{y}.shape", "two"], f"{y}.length")
+            add("Unsqueeze", [f"{y}.length", "zeros"], f"{y}.lengths")
+            add("Mul", [f"{y}.lengths", "minus"], f"{y}.start")
+            add("Slice", [f"{y}.all", f"{y}.start", "end", "along"], y)
+    for name, number in {**numbers, "two": 2, "zeros": [0]}.items():
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array(number), name))
     del proto.graph.node[:]
     proto.graph.node.extend(nodes)
-    (source / "model.onnx").write_bytes(proto.SerializeToString())
-    with pytest.raises(ExportError, match=r"go through CausalConvWithState and LinearAttention, not past\.0\.conv"):
+    for value in (*proto.graph.input, *proto.graph.output):
+        if value.name in names:
+            shape = ["batch_size", 32, carried]
+            value.CopyFrom(onnx.helper.make_tensor_value_info(names[value.name], half, shape))
+    (folder / "onnx").mkdir(parents=True)
+    (folder / "onnx" / "model.onnx").write_bytes(proto.SerializeToString())
+    shutil.copyfile(source / "model.onnx.data", folder / "onnx" / "model.onnx.data")
+    shutil.copyfile(FOREIGN / "lfm2" / "checkpoint" / "config.json", folder / "config.json")
+    return folder
+
+
+FORMS = [
+    (2, "genai"),
+    (3, "genai"),
+    *(pytest.param(3, f"genai-{one}", marks=pytest.mark.slow) for one in ("int4", "fp16")),
+]
+
+
+@pytest.mark.parametrize(("carried", "file"), FORMS)
+@pytest.mark.filterwarnings("ignore::mionnx.run.stock_calls.StockGraphWarning")
+def test_a_convolution_of_standard_operators_is_that_of_one_node(carried, file, adopted, tmp_path):
+    """As LFM2 stands in folders for transformers.js; the file's own graph runs plain calls with its own columns."""
+    adopt(in_standard_operators(FOREIGN / "lfm2" / file, tmp_path / "source", carried), tmp_path / "hooked")
+    if file == "genai":
+        whole = adopted("lfm2")
+    else:
+        adopt(shutil.copytree(FOREIGN / "lfm2" / file, tmp_path / "whole"), tmp_path / "whole-hooked")
+        whole = MIModel.from_pretrained(tmp_path / "whole-hooked", threads=1)
+    model, ids = MIModel.from_pretrained(tmp_path / "hooked", threads=1), ids_of(6)
+    assert [one and one.kernel for one in model.hooked.metadata.recurrence] == [carried + 1, None, carried + 1]
+    assert all(law.holds for law in check(tmp_path / "hooked"))
+    bound = {"genai": 1e-5, "genai-int4": 5e-2, "genai-fp16": 5e-2}[file]  # int4 rounds activations to 8 bits
+    mask = np.ones_like(ids)
+    mask[0, :3] = mask[1, 5:7] = 0
+    for spec in (HookSpec(), ALL, HookSpec().set_state_knockout(StateKnockoutSpec().position(4).convolution())):
+        for real in (np.ones_like(ids), mask):
+            calls = []
+            for one in (model, whole):
+                cache, start, parts = None, 0, []
+                for end in (9, 10, 20):
+                    how = {"attention_mask": real[:, :end], "cache": cache, "use_cache": True}
+                    part = one.forward(ids[:, start:end], HookSpec() if start else spec, **how)
+                    parts.append(part.output())
+                    cache, start = part.kv_cache, end
+                calls.append(np.concatenate(parts, 1)[real == 1].astype(np.float64))
+            assert np.abs(calls[0] - calls[1]).max() < bound * np.abs(calls[1]).max()
+    found, expected = (one.forward(ids, ALL) for one in (model, whole))
+    for name in [point.name for point in whole.hook_points() if not point.derived]:
+        one, other = (np.asarray(each[name], np.float64).clip(-1e4) for each in (found, expected))
+        assert np.abs(one - other).max() < bound * max(1.0, np.abs(other).max()), name
+
+
+def test_columns_that_are_not_the_last_are_refused_with_the_operators_that_are_known(tmp_path):
+    source = in_standard_operators(FOREIGN / "lfm2" / "genai", tmp_path / "source", 3, last=-4)
+    with pytest.raises(ExportError, match=r"go through CausalConvWithState and LinearAttention.*, not past_conv\.0"):
         adopt(source, tmp_path / "hooked")

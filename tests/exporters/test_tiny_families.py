@@ -8,6 +8,7 @@ import torch
 from families import make_checkpoint
 from family_batches import batch, difference, forward, interventions
 from oracle import Inputs, run
+from recurrent_families import make_recurrent
 from tiny_configs import tiny_config
 from transformers import PreTrainedModel
 
@@ -246,3 +247,20 @@ def test_latents_have_no_one_weight_of_keys(made):
     for name in ("W_K", "W_V"):
         with pytest.raises(HookError, match=rf"no {name}.*`weights\.behind` has the products of"):
             getattr(model, name)
+
+
+@pytest.mark.parametrize("family", ["granite", "granitemoehybrid", "recurrent_gemma"])
+def test_embeddings_that_a_model_scales_in_its_code_are_tapped_behind_the_scale(family, tmp_path):
+    """As the first layer reads them: transformers' first hidden state."""
+    scale = {} if family == "recurrent_gemma" else {"embedding_multiplier": 12.0}
+    if family == "granite":
+        reference = make_checkpoint(family, tmp_path, **{**tiny_config(family), **scale})
+    else:
+        reference = make_recurrent(family, tmp_path, **scale)
+    inputs = batch("plain")
+    with torch.no_grad():
+        first = reference(torch.from_numpy(inputs.ids), output_hidden_states=True, use_cache=False).hidden_states[0]
+    table = reference.get_input_embeddings().weight[torch.from_numpy(inputs.ids)].detach()
+    embedded = run(reference, inputs).values["hook_embed"]
+    assert np.array_equal(embedded, first.numpy())
+    assert np.abs(embedded - table.numpy()).max() > 1

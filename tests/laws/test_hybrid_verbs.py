@@ -30,6 +30,14 @@ def test_a_sweep_an_attribution_and_a_lens_are_those_of_single_passes(model):
     assert model.logit_lens(CLEAN).answers[-1] == logits.argmax()
 
 
+@pytest.mark.slow
+def test_a_state_at_the_end_of_a_call_is_not_swept_over(hybrid):
+    model = hybrid("qwen3_5_text")
+    for verb in (model.patch_sweep, model.attribute_patch):
+        with pytest.raises(HookError, match=r"no logits of this one depend on it: sweep over blocks.\{i\}.ssm.hook_v"):
+            verb(CLEAN, CORRUPTED, "ssm.hook_state", over=("layer", "head"), **TOKENS)
+
+
 def test_transformer_lens_names_of_a_mixer_read_and_change_it(model):
     read, out = "blocks.2.linear_attn.hook_in", "blocks.2.linear_attn.hook_out"
     spec = HookSpec().capture([read, out]).intervene(out, Intervention.Scale(0.5))

@@ -16,21 +16,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_specs import VOCAB, Call, Capture, Edit, Point, draw, points_of
 from rwkv_checkpoints import blinkdl
-from spec_reference import Comparison, Reference, Text, batches_of, check, decoder, encoder, recurrent
+from spec_reference import Comparison, Reference, Text, batches_of, check, decoder, encoder, hybrid, recurrent
 
 from exporters.transformers import export
 from mionnx import Intervention, MIModel
 from mionnx.spec.kinds import KINDS
 
-FAMILIES = ("llama", "gpt2", "gemma2", "rwkv7", "bert")
-OTHERS = ("qwen3", "mistral", "qwen2", "phi3", "olmo2", "gpt_neox", "rwkv6", "modernbert")
+FAMILIES = ("llama", "gpt2", "gemma2", "rwkv7", "bert", "lfm2")
+HYBRIDS = ("lfm2", "qwen3_5_text", "mamba2", "mamba", "bamba", "recurrent_gemma")
+OTHERS = ("qwen3", "mistral", "qwen2", "phi3", "olmo2", "gpt_neox", "rwkv6", "modernbert", *HYBRIDS[1:])
 ENCODERS = ("bert", "modernbert")
 MOST_REFUSED = 0.3  # of the specs: more, and the rest would say little
 Beside = tuple[MIModel, Reference]
 
 
 @pytest.fixture(scope="session")
-def beside(models, checkpoint, rwkv, shared) -> Callable[[str], Beside]:
+def beside(models, checkpoint, rwkv, request, shared) -> Callable[[str], Beside]:
     """Family -> its model, and its reference."""
     made: dict[str, Beside] = {}
 
@@ -49,6 +50,9 @@ def beside(models, checkpoint, rwkv, shared) -> Callable[[str], Beside]:
                         export(folder / "checkpoint", folder / "hooked")
                 model = MIModel.from_pretrained(folder / "hooked", threads=1)
                 made[family] = model, encoder(folder / "checkpoint", model)
+            elif family in HYBRIDS:
+                model = request.getfixturevalue("hybrid")(family)
+                made[family] = model, hybrid(shared / "hybrids" / family / "checkpoint", model)
             else:
                 made[family] = models(family), decoder(checkpoint(family), models(family))
         return made[family]

@@ -1,4 +1,6 @@
-"""Small hybrids (mamba2, qwen3_5_text, lfm2) in float64, one whole text at a time, every hook point by name.
+"""Small hybrids in float64, one whole text at a time, every hook point by name.
+
+Mamba, Mamba-2, Bamba, Qwen3.5's text model, LFM2 and RecurrentGemma.
 
 As `decoder_reference.py`, whose attention and norms it has: written from the papers and the checkpoint's own names. A
 recurrence goes token by token; its state is handed out where a call or a step ends, and may come back changed.
@@ -7,41 +9,148 @@ recurrence goes token by token; its state is handed out where a call or a step e
 from collections.abc import Callable, Collection, Sequence
 
 import torch
-from decoder_reference import Decoder, See, _shares
+from decoder_reference import Decoder, See, _capped, _gelu_of_tanh, _shares
 from rwkv_loop import Gates
 from torch import Tensor
 from torch.nn.functional import pad, silu, softplus
 
 Ended = Callable[[str, Tensor, int], Tensor]  # (hook point, state, length of the text) -> the state to go on with
 FORGOTTEN = -1e4  # least log of a decay
+TINY = torch.finfo(torch.float32).tiny
 
 
 class Hybrid(Decoder):
     """A checkpoint with recurrent mixers."""
 
     def text(
-        self, ids: list[int], see: See, keys: Sequence[int], gates: Gates, stops: Collection[int], ended: Ended
+        self,
+        ids: list[int],
+        see: See,
+        keys: Sequence[int],
+        gates: Gates,
+        steps: Sequence[tuple[int, int]],
+        ended: Ended,
+        hidden: Tensor,
+        weighed: Collection[int] = (),
     ) -> Tensor:
-        """Logits [seq, vocab]; `gates` are of all tokens, `stops` the lengths at which calls and steps end."""
-        self.keys, self.gates, self.stops, self.ended = [*keys], gates, stops, ended
-        layer = {"mamba2": self._mamba2, "qwen3_5_text": self._qwen, "lfm2": self._lfm2}[self.family]
-        final = {"mamba2": "backbone.norm_f", "qwen3_5_text": "model.norm", "lfm2": "model.embedding_norm"}
+        """Logits [seq, vocab].
+
+        Args:
+            gates: of all tokens.
+            steps: where calls and the steps of generations begin and end.
+            hidden: [queries, keys] bool, the keys that are hidden from a query besides those that come after it.
+            weighed: layers whose effective attention is worked out.
+        """
+        self.keys, self.gates, self.steps, self.ended, self.hidden = [*keys], gates, steps, ended, hidden
+        self.weighed = weighed
+        layer = {
+            "mamba": self._mamba,
+            "mamba2": self._mamba,
+            "bamba": self._bamba,
+            "qwen3_5_text": self._qwen,
+            "lfm2": self._lfm2,
+            "recurrent_gemma": self._griffin,
+        }[self.family]
+        final = {"bamba": "final_layernorm", "lfm2": "embedding_norm", "recurrent_gemma": "final_norm"}
         with torch.no_grad():
-            x = see("hook_embed", self._embeddings[ids])
+            x = see("hook_embed", self._embeddings[ids] * self._scale)
             for i in range(self.layers):
                 x = see(f"blocks.{i}.hook_resid_post", layer(i, see(f"blocks.{i}.hook_resid_pre", x), see))
-            x = see("hook_final_norm", self._rms_norm(x, final[self.family]))
-            return see("hook_logits", x @ self.tensors.get("lm_head.weight", self._embeddings).T)
+            norm = "backbone.norm_f" if self._alone else f"model.{final.get(self.family, 'norm')}"
+            x = see("hook_final_norm", self._rms_norm(x, norm))
+            logits = x @ self.tensors.get("lm_head.weight", self._embeddings).T
+            return see("hook_logits", _capped(logits, self.config.get("logits_soft_cap")))
+
+    @property
+    def _alone(self) -> bool:
+        """Whether a layer is a mixer and nothing else."""
+        return self.family in ("mamba", "mamba2")
 
     @property
     def _embeddings(self) -> Tensor:
-        return self.tensors["backbone.embeddings.weight" if self.family == "mamba2" else "model.embed_tokens.weight"]
+        return self.tensors["backbone.embeddings.weight" if self._alone else "model.embed_tokens.weight"]
 
-    def _mamba2(self, i: int, x: Tensor, see: See) -> Tensor:
-        z, at, where = self.tensors, f"backbone.layers.{i}.mixer", f"blocks.{i}.ssm"
-        heads, groups, size = (self.config[name] for name in ("num_heads", "n_groups", "state_size"))
-        inner = self._linear(see(f"{where}.hook_pre", self._rms_norm(x, f"backbone.layers.{i}.norm")), f"{at}.in_proj")
-        width = heads * self.config["head_dim"]
+    @property
+    def _scale(self) -> float:
+        """The factor of embeddings: the checkpoint's code rounds it to bfloat16."""
+        size = self.config["hidden_size"] ** 0.5
+        return float(torch.tensor(size, dtype=torch.bfloat16)) if self.family == "recurrent_gemma" else 1.0
+
+    def _mamba(self, i: int, x: Tensor, see: See) -> Tensor:
+        at = f"backbone.layers.{i}"
+        mix = self._selective_scan if self.family == "mamba" else self._state_space
+        return x + mix(i, self._rms_norm(x, f"{at}.norm"), f"{at}.mixer", see)
+
+    def _bamba(self, i: int, x: Tensor, see: See) -> Tensor:
+        at = f"model.layers.{i}"
+        inner = self._rms_norm(x, f"{at}.input_layernorm")
+        if i in self.config["attn_layer_indices"]:
+            size = self.config["hidden_size"] // self.config["num_attention_heads"]
+            q, k, v = (self._linear(inner, f"{at}.self_attn.{name}_proj").unflatten(-1, (-1, size)) for name in "qkv")
+            mixed = self._mixed_heads(i, (q, k, v), f"{at}.self_attn.o_proj", see)
+        else:
+            mixed = self._state_space(i, inner, f"{at}.mamba", see)
+        x = see(f"blocks.{i}.hook_resid_mid", x + mixed)
+        names = [f"{at}.feed_forward.{name}_proj" for name in ("gate", "up", "down")]
+        return x + self._neurons(i, self._rms_norm(x, f"{at}.pre_ff_layernorm"), names, see)
+
+    def _griffin(self, i: int, x: Tensor, see: See) -> Tensor:
+        at, heads = f"model.layers.{i}", self.config["num_attention_heads"]
+        inner = self._rms_norm(x, f"{at}.temporal_pre_norm")
+        if f"{at}.temporal_block.q_proj.weight" in self.tensors:
+            size = self.tensors[f"{at}.temporal_block.q_proj.weight"].shape[0] // heads
+            parts = (
+                self._linear(inner, f"{at}.temporal_block.{name}_proj").unflatten(-1, (-1, size)) for name in "qkv"
+            )
+            mixed = self._mixed_heads(i, tuple(parts), f"{at}.temporal_block.o_proj", see)
+        else:
+            mixed = self._linear_unit(i, inner, f"{at}.temporal_block", see)
+        x = see(f"blocks.{i}.hook_resid_mid", x + mixed)
+        names = [f"{at}.mlp_block.{name}_proj" for name in ("gate", "up", "down")]
+        return x + self._neurons(i, self._rms_norm(x, f"{at}.channel_pre_norm"), names, see)
+
+    def _linear_unit(self, i: int, x: Tensor, at: str, see: See) -> Tensor:
+        """RG-LRU: every channel forgets by itself, and the first token of a text reads nothing."""
+        z, unit, where = self.tensors, f"{at}.rg_lru", f"blocks.{i}.ssm"
+        x = see(f"{where}.hook_pre", x)
+        beside = _gelu_of_tanh(self._linear(x, f"{at}.linear_y"))
+        x = see(f"{where}.hook_conv", self._convolved(i, self._linear(x, f"{at}.linear_x"), f"{at}.conv_1d"))
+        heads = x.unflatten(-1, (len(z[f"{unit}.input_gate_weight"]), -1))
+        gates = (f"{unit}.{name}_gate" for name in ("input", "recurrent"))
+        given, forget = (
+            torch.sigmoid(torch.einsum("thc,hcd->thd", heads, z[f"{one}_weight"]) + z[f"{one}_bias"]) for one in gates
+        )
+        decay = -8 * forget.flatten(1) * softplus(z[f"{unit}.recurrent_param"])
+        size = torch.sqrt(1 - torch.exp(2 * decay))
+        size[0], decay[0] = 1, FORGOTTEN
+        one = torch.ones(len(x), 1, 1, dtype=x.dtype)
+        y = self._recurrence(i, see, one, one, (x * given.flatten(1) * size)[:, None], decay[:, None])
+        y = see(f"{where}.hook_z", y * beside[:, None])
+        return see(f"blocks.{i}.hook_attn_out", self._linear(y[:, 0], f"{at}.linear_out"))
+
+    def _selective_scan(self, i: int, x: Tensor, at: str, see: See) -> Tensor:
+        """Mamba: each number of the state forgets by itself; channels share what addresses and reads them."""
+        z, where = self.tensors, f"blocks.{i}.ssm"
+        mixed, gate = self._linear(see(f"{where}.hook_pre", x), f"{at}.in_proj").chunk(2, -1)
+        mixed = see(f"{where}.hook_conv", silu(self._convolved(i, mixed, f"{at}.conv1d")))
+        size = z[f"{at}.A_log"].shape[1]
+        inner = mixed @ z[f"{at}.x_proj.weight"].T
+        dt, k, q = inner.split([inner.shape[-1] - 2 * size, size, size], -1)
+        dt = see(f"{where}.hook_dt", softplus(self._linear(dt, f"{at}.dt_proj")))
+        decay = dt[:, None, None] * -z[f"{at}.A_log"].exp().T  # [seq, 1, key, channels]
+        y = self._recurrence(i, see, q[:, None], k[:, None], (dt * mixed)[:, None], decay.flatten(2))
+        y = see(f"{where}.hook_z", (y + mixed[:, None] * z[f"{at}.D"]) * silu(gate)[:, None])
+        return see(f"blocks.{i}.hook_attn_out", self._linear(y[:, 0], f"{at}.out_proj"))
+
+    def _state_space(self, i: int, x: Tensor, at: str, see: See) -> Tensor:
+        z, where = self.tensors, f"blocks.{i}.ssm"
+        names = ("n_groups", "state_size", "head_dim")
+        if self.family == "bamba":
+            names = ("mamba_n_groups", "mamba_d_state", "mamba_d_head")
+        groups, size, each = (self.config[name] for name in names)
+        heads = len(z[f"{at}.A_log"])
+        inner = self._linear(see(f"{where}.hook_pre", x), f"{at}.in_proj")
+        width = heads * each
         gate, mixed, dt = inner.split([width, width + 2 * groups * size, heads], -1)
         mixed = see(f"{where}.hook_conv", silu(self._convolved(i, mixed, f"{at}.conv1d")))
         value, k, q = mixed.split([width, groups * size, groups * size], -1)
@@ -54,7 +163,7 @@ class Hybrid(Decoder):
         y = y.unflatten(-1, (groups, -1))
         y = y / torch.sqrt((y**2).mean(-1, keepdim=True) + self._epsilon)
         y = see(f"{where}.hook_z", (y.flatten(1) * z[f"{at}.norm.weight"]).unflatten(-1, (heads, -1)))
-        return x + see(f"blocks.{i}.hook_attn_out", self._linear(y.flatten(1), f"{at}.out_proj"))
+        return see(f"blocks.{i}.hook_attn_out", self._linear(y.flatten(1), f"{at}.out_proj"))
 
     def _qwen(self, i: int, x: Tensor, see: See) -> Tensor:
         at = f"model.layers.{i}"
@@ -121,7 +230,8 @@ class Hybrid(Decoder):
         mixed = self._attend(i, q, k, v, seen)
         mixed = mixed if gate is None else see(f"{block}.attn.hook_z", mixed * gate)
         weight = self.tensors[f"{out}.weight"].T.reshape(*mixed.shape[1:], -1)
-        return see(f"{block}.hook_attn_out", _shares(block, mixed, weight, see).sum(1))
+        added = _shares(block, mixed, weight, see).sum(1) + self.tensors.get(f"{out}.bias", 0)
+        return see(f"{block}.hook_attn_out", added)
 
     def _neurons(self, i: int, x: Tensor, names: Sequence[str], see: See) -> Tensor:
         block = f"blocks.{i}"
@@ -130,7 +240,8 @@ class Hybrid(Decoder):
             see(f"{block}.mlp.hook_{what}", self._linear(x, name))
             for what, name in zip(("gate", "up"), names, strict=False)
         )
-        post = self._linear(see(f"{block}.mlp.hook_act", silu(gate) * up), names[2])
+        active = _gelu_of_tanh(gate) if self.family == "recurrent_gemma" else silu(gate)
+        post = self._linear(see(f"{block}.mlp.hook_act", active * up), names[2])
         return see(f"{block}.hook_mlp_out", see(f"{block}.mlp.hook_post", post))
 
     def _convolved(self, i: int, x: Tensor, name: str) -> Tensor:
@@ -147,30 +258,71 @@ class Hybrid(Decoder):
     def _recurrence(
         self, i: int, see: See, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor | None = None
     ) -> Tensor:
-        """y [seq, heads, value]; q, k are [seq, heads, key], log decays and strengths [seq, heads, 1]."""
+        """y [seq, heads, value]; q, k are [seq, heads, key], strengths [seq, heads, 1], log decays [seq, heads, n].
+
+        n is 1, key, or key * value.
+        """
         where = f"blocks.{i}.ssm"
         q, k, v = (see(f"{where}.hook_{name}", one) for name, one in zip("qkv", (q, k, v), strict=True))
         strength = None if strength is None else see(f"{where}.hook_write", strength)
         decay = see(f"{where}.hook_log_decay", decay).clamp(FORGOTTEN, 0)
         write, erase = (torch.from_numpy(one[i])[..., None] for one in (self.gates.write, self.gates.erase))
-        state, ys, states = torch.zeros(*k.shape[1:], v.shape[-1], dtype=v.dtype), [], []
+        by_number = decay.shape[-1] == k.shape[-1] * v.shape[-1]
+        kept = decay.unflatten(-1, (k.shape[-1], v.shape[-1])) if by_number else decay[..., None]
+        kept = torch.where(torch.from_numpy(self.gates.decay[i])[:, None, None, None], kept.exp(), 1)
+        gates = (write, erase if strength is None else erase * strength, strength)
+        state, ys, states, stops = torch.zeros(*k.shape[1:], v.shape[-1], dtype=v.dtype), [], [], dict(self.steps)
         for t in range(len(v)):
-            state = state * decay[t].exp()[..., None] if self.gates.decay[i, t] else state
-            written = write[t] * v[t]
-            if strength is not None:
-                written = strength[t] * (written - erase[t] * torch.einsum("hk,hkv->hv", k[t], state))
-            state = state + k[t][:, :, None] * written[:, None]
+            state = _stepped(state, kept[t], k[t], v[t], [None if one is None else one[t] for one in gates])
             states.append(state)
             ys.append(torch.einsum("hk,hkv->hv", q[t], state))
-            if t + 1 in self.stops:
+            if t + 1 in stops.values():
                 state = self.ended(f"{where}.hook_state", state, t + 1)
         see(f"{where}.hook_states", torch.stack(states))
+        if i in self.weighed:
+            weights = self._weights(q, k, kept.transpose(1, 3) if by_number else kept, gates)
+            see(f"{where}.hook_effective_attn_raw", weights)
+            positive = weights.clamp(min=0)
+            see(f"{where}.hook_effective_attn", positive / positive.sum(-1, keepdim=True).clamp(min=TINY))
         return see(f"{where}.hook_y", torch.stack(ys))
+
+    def _weights(self, q: Tensor, k: Tensor, kept: Tensor, gates: Sequence[Tensor | None]) -> Tensor:
+        """[heads or channels, seq, seq]: the weight of each token of a call in the outputs of the same call.
+
+        That is the recurrence on the unit vectors, from an empty state. `kept` is [seq, heads, key or 1, 1], or of
+        channels in the place of heads.
+        """
+        seq, heads = len(q), max(kept.shape[1], k.shape[1])
+        found, unit = torch.zeros(seq, heads, seq, dtype=q.dtype), torch.eye(seq, dtype=q.dtype)
+        for start, stop in self.steps:
+            state = torch.zeros(heads, k.shape[-1], seq, dtype=q.dtype)
+            for t in range(start, stop):
+                key, row = k[t].expand(heads, -1), unit[t].expand(heads, -1)
+                state = _stepped(state, kept[t], key, row, [None if one is None else one[t] for one in gates])
+                found[t] = torch.einsum("hk,hkv->hv", q[t].expand(heads, -1), state)
+        return found.transpose(0, 1)
+
+    def _read(self, i: int, seq: int) -> Tensor:
+        window = self.config["attention_window_size"] if self.family == "recurrent_gemma" else seq
+        shown = ~self.hidden
+        places = shown.cumsum(1)  # a window counts no hidden key
+        return shown.tril() & (places.diagonal()[:, None] - places < window)
 
     @property
     def _epsilon(self) -> float:
-        return self.config[{"mamba2": "layer_norm_epsilon", "lfm2": "norm_eps"}.get(self.family, "rms_norm_eps")]
+        name = "layer_norm_epsilon" if self._alone else "norm_eps" if self.family == "lfm2" else "rms_norm_eps"
+        return self.config[name]
 
     def _rms_norm(self, x: Tensor, name: str) -> Tensor:
-        gain = self.tensors[f"{name}.weight"] + (self.family == "qwen3_5_text")
+        gain = self.tensors[f"{name}.weight"] + (self.family in ("qwen3_5_text", "recurrent_gemma"))
         return gain * x / torch.sqrt((x**2).mean(-1, keepdim=True) + self._epsilon)
+
+
+def _stepped(state: Tensor, kept: Tensor, k: Tensor, v: Tensor, gates: Sequence[Tensor | None]) -> Tensor:
+    """A state [heads, key, value] behind one more token."""
+    write, erase, strength = gates
+    state = state * kept
+    written = v if write is None else write * v
+    if strength is not None:
+        written = strength * written - (0 if erase is None else erase) * torch.einsum("hk,hkv->hv", k, state)
+    return state + k[:, :, None] * written[:, None]

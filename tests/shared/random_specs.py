@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 
 from mionnx import HookPoint, HookSpec, Intervention, MIModel, StateKnockoutSpec, StateSteeringSpec
+from mionnx.graph.layers import TERMS
 
 Array = np.ndarray
 VOCAB, LONGEST = 101, 14
@@ -70,17 +71,21 @@ class Edit:
 
 @dataclass(frozen=True)
 class StateEdit:
-    """Tokens' writes to a recurrent state, scaled, or knocked out where there is no scale."""
+    """Tokens' writes to a recurrent state, scaled, or knocked out where there is no scale.
+
+    In no layers by number: the tokens are hidden from all layers, states, convolutions and attention.
+    """
 
     positions: tuple[int | str, ...]
-    layers: tuple[int, ...]
-    terms: tuple[str, ...]
+    layers: tuple[int, ...] | None
+    terms: tuple[str, ...] = TERMS
     scale: float | None = None
     heads: tuple[int, ...] | None = None
 
     def add_to(self, spec: HookSpec) -> None:
         made = StateKnockoutSpec() if self.scale is None else StateSteeringSpec(self.scale)
-        made = made.positions(self.positions).layers(self.layers)
+        made = made.positions(self.positions)
+        made = made if self.layers is None else made.layers(self.layers)
         made.terms = [*self.terms]
         if self.scale is None:
             spec.set_state_knockout(made)
@@ -148,7 +153,8 @@ class Row:
 
 def points_of(model: MIModel) -> list[Point]:
     """The hook points of a model that the references have, in the order in which a pass reaches them."""
-    points = [point for point in model.hook_points() if "EffectiveAttn" not in point.variant]
+    left_out = "RwkvEffectiveAttn"  # only `hybrid_reference.py` has effective attention
+    points = [point for point in model.hook_points() if not point.variant.startswith(left_out)]
     return [Point(point.name, tuple(point.axes or ()), tuple(model.hooked.axes(point))) for point in points]
 
 
@@ -156,7 +162,8 @@ def draw(model: MIModel, rng: Random) -> list[Call]:
     """Random calls of a model."""
     facts = model.hooked.metadata
     states = [i for i, layer in enumerate(facts.layers) if layer.recurrence and layer.recurrence.gates]
-    return Draw(rng, points_of(model), states, facts.state_gates, facts.bidirectional).all_calls()
+    hides = facts.carries_state and not facts.shifts_tokens
+    return Draw(rng, points_of(model), states, facts.state_gates, facts.bidirectional, hides).all_calls()
 
 
 def rows_of(calls: Sequence[Call]) -> list[list[Row]]:
@@ -180,7 +187,13 @@ class Draw:
     states: Sequence[int] = ()  # the layers with a state, or a convolution alone
     terms: Sequence[str] = ()  # of what tokens do to it: RWKV-6 removes nothing, other models shift no tokens
     both: bool = False  # an encoder: one call, and every token reads every other
+    hides: bool = False  # a hybrid: tokens can be hidden from all layers, and padding may stand between tokens
     calls: list[Call] = field(default_factory=list)
+
+    @property
+    def attends(self) -> bool:
+        """Whether a later call reads keys of earlier ones: those of a hidden token are padding's."""
+        return any(point.short == "scores" for point in self.points)
 
     def chance(self, share: float) -> bool:
         return self.rng.random() < share
@@ -193,13 +206,14 @@ class Draw:
         return np.random.default_rng(self.rng.getrandbits(32)).normal(0, scale, shape).astype(np.float32)
 
     def all_calls(self) -> list[Call]:
-        """One call, or two of which the second continues the first; the last may be a generation."""
+        """One call, or several of which each continues the one before; the last may be a generation."""
         batch = self.rng.randint(1, 3)
         if self.both:
             self.calls.append(self.tokens(batch))
             self.calls[-1] = self.with_spec(self.calls[-1], True)
             return self.calls
-        for last in [False, True] if self.chance(0.35) else [True]:
+        before = self.rng.randint(2, 4) if self.hides and self.chance(0.25) else int(self.chance(0.35))
+        for last in [*[False] * before, True]:
             call = self.tokens(batch)
             if last and self.chance(0.15):
                 call = self.generation(call)
@@ -225,6 +239,8 @@ class Draw:
         for row, length in enumerate(lengths):
             start = self.rng.choice([0, width - length, self.rng.randint(0, width - length)])
             mask[row, start : start + length] = 1
+            if self.hides and length > 1 and self.chance(0.2):
+                mask[row, [start + n for n in self.some(range(length), min(3, length - 1))]] = 0
         return Call(ids, mask)
 
     def generation(self, call: Call) -> Call:
@@ -244,6 +260,8 @@ class Draw:
         drawn = DrawSpec(self, call, rows_of([*self.calls[:-1], call])[-1])
         edits = drawn.edits()
         states = [drawn.state() for _ in range(self.rng.randint(1, 2))] if self.states and self.chance(0.4) else []
+        if self.hides and (last or not self.attends) and self.chance(0.15):
+            states.append(drawn.hidden())
         captures = drawn.captures()
         logits = not last or bool(call.new) or not captures or not self.chance(0.05)
         return Call(call.ids, call.mask, call.prompts, call.new, logits, edits, states, captures)
@@ -418,6 +436,13 @@ class DrawSpec:
             scale,
             chosen,
         )
+
+    def hidden(self) -> StateEdit:
+        """Tokens hidden from all layers."""
+        positions: list[Any] = self.of_rows(self.rows, 3)
+        if not positions or self.chance(0.1):
+            positions = ["generated" if self.call.new else "prompt"]
+        return StateEdit(tuple(positions), None)
 
     def captures(self) -> list[Capture]:
         found: dict[str, Capture] = {}

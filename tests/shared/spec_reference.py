@@ -17,7 +17,7 @@ from hybrid_reference import Hybrid
 from random_specs import MOST_READ, Call, Capture, Edit, Point, Row, points_of, rows_of
 from rwkv_loop import Gates, Loop
 
-from mionnx import MIError, MIModel
+from mionnx import HookPoint, MIError, MIModel
 from mionnx.run.hook_cache import HookCache
 
 Array = np.ndarray
@@ -53,6 +53,11 @@ class Batch:
         """Keys of one row's text in the call, or the step of a generation, that computes a position."""
         row = self.rows[index]
         return max(row.end, t + 1) if self.call.new else row.stop
+
+    def hidden(self, index: int) -> set[int]:
+        """Positions of one row's text that the call hides from all layers: what stands there itself is nothing."""
+        edits = [state for state in self.call.states if state.layers is None]
+        return {t for edit in edits for t in self.rows[index].resolved(list(edit.positions))}
 
     def ordered(self, edit: Edit, index: int) -> list[int] | None:
         """The same, if values may have an entry for each: as many positions in every row that the edit is for."""
@@ -108,14 +113,16 @@ class Text:
         value, point, row, chosen = value.copy(), edit.point, batch.rows[self.index], batch.chosen(edit, self.index)
         inside = [t for t in at if row.first <= t < row.stop and (chosen is None or t in chosen)]
         heads = [None] if point.heads is None else edit.heads or range(int(point.dims[point.heads]))
+        hidden = batch.hidden(self.index)
         for t in inside:
+            keys = [key for key in range(batch.seen(self.index, t)) if key not in hidden]
             for head in heads:
                 where: dict[int | None, Any] = {point.seq: at.index(t), point.heads: head}
-                where[len(point.axes) - 1] = (
-                    slice(0, batch.seen(self.index, t)) if point.axes[-1] == "seq_k" else slice(None)
-                )
+                where[len(point.axes) - 1] = keys if point.axes[-1] == "seq_k" else slice(None)
                 entry = tuple(where.get(axis, slice(None)) for axis in range(1, len(point.axes)))
                 given = [self.given(one, edit, batch, t, head, n) for n, one in enumerate(edit.values)]
+                if point.axes[-1] == "seq_k":
+                    given = [one if np.ndim(one) == 0 or one.shape[-1] == 1 else one[..., keys] for one in given]
                 read = None if edit.reads is None else self.read(edit.reads, t)[entry]
                 value[entry] = changed(edit, value[entry], given, read)
         return in_float32(value) if point.short == "scores" else value
@@ -257,8 +264,14 @@ class Reference:
 
         rows = [(one, one.rows[text.index]) for one in text.batches]
         keys = [batch.seen(text.index, t) for batch, row in rows for t in range(row.first, row.stop)]
-        stops = {stop for _, stop in _steps(text.batches, text.index)}
-        hybrid.text(ids, see, keys, self._gates(hybrid, text, 0, len(ids)), stops, ended)
+        steps = [*_steps(text.batches, text.index)]
+        hidden = np.zeros((len(ids), len(ids)), bool)
+        for batch, row in rows:
+            hidden[row.first : row.stop, [t for t in batch.hidden(text.index) if t < row.stop]] = True
+        captured = [one.point for batch in text.batches for one in batch.call.captures]
+        weighed = {HookPoint.parse(point.name).layer for point in captured if point.axes[-1] == "seq_src"}
+        gates = self._gates(hybrid, text, 0, len(ids))
+        hybrid.text(ids, see, keys, gates, steps, ended, torch.from_numpy(hidden), weighed)
 
     def _gates(self, loop: Loop | Hybrid, text: Text, start: int, stop: int) -> Gates:
         heads = int(next(point.dims[point.heads] for point in self.points.values() if point.heads is not None))
@@ -269,11 +282,12 @@ class Reference:
                 at = [t - start for t in row.resolved(list(state.positions)) if row.first <= t < row.stop]
                 at = [t for t in at if 0 <= t < stop - start]
                 chosen = range(heads) if state.heads is None else state.heads
+                layers = range(loop.layers) if state.layers is None else state.layers
                 for term in state.terms:
                     if term in ("write", "erase"):
-                        getattr(gates, term)[np.ix_(state.layers, at, chosen)] *= state.scale or 0
+                        getattr(gates, term)[np.ix_(layers, at, chosen)] *= state.scale or 0
                     else:
-                        getattr(gates, term.removeprefix("token_"))[np.ix_(state.layers, at)] = False
+                        getattr(gates, term.removeprefix("token_"))[np.ix_(layers, at)] = False
         return gates
 
 
@@ -328,8 +342,9 @@ class Comparison:
     def cache(self, cache: HookCache, batch: Batch, at: Sequence[Sequence[int]], columns: Sequence[Any]) -> None:
         """What one pass has returned, of tokens at these positions of each row, which stand in these columns."""
         if batch.call.logits:
-            expected = [text.values["hook_logits"][each] for text, each in zip(self.texts, at, strict=True)]
-            self.see("logits", [row[each] for row, each in zip(cache.output(), columns, strict=True)], expected)
+            shown = [_shown(batch, *each) for each in zip(range(len(at)), at, columns, strict=True)]
+            expected = [text.values["hook_logits"][each] for text, (each, _) in zip(self.texts, shown, strict=True)]
+            self.see("logits", [row[each] for row, (_, each) in zip(cache.output(), shown, strict=True)], expected)
         for capture in batch.call.captures:
             value = cache[capture.name]
             rows = [self.row(capture, n, batch, value[n], at[n], columns[n]) for n in range(len(value))]
@@ -344,16 +359,25 @@ class Comparison:
         expected = text.states[name, at[-1] + 1] if point.seq is None else text.values[name]
         if point.heads is not None and capture.heads is not None:
             expected = expected.take(capture.heads, point.heads - 1)
+        if point.axes[-1] == "seq_src":  # of the tokens of this pass
+            value, expected = value.take(columns, -1), expected.take(at, -1)
         if point.seq is not None:
             if capture.positions is not None:
                 at = batch.rows[n].resolved(list(capture.positions))
                 columns = range(len(capture.positions))
+            at, columns = _shown(batch, n, at, columns)
             value, expected = value.take(columns, point.seq - 1), expected.take(at, point.seq - 1)
         if point.axes[-1] == "seq_k":
             keys = batch.keys[n][: value.shape[-1]]
             keys = [key for key in keys if key < value.shape[-1]]
             value, expected = value[..., keys], expected[..., : len(keys)]
         return value, expected
+
+
+def _shown(batch: Batch, n: int, at: Sequence[int], columns: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Positions and columns of one row without those of hidden tokens."""
+    pairs = [(t, column) for t, column in zip(at, columns, strict=True) if t not in batch.hidden(n)]
+    return [t for t, _ in pairs], [column for _, column in pairs]
 
 
 def check(model: MIModel, reference: Reference, calls: Sequence[Call]) -> Outcome:
@@ -450,8 +474,10 @@ def _ids(calls: Sequence[Call], results: Sequence[Any]) -> list[list[int]]:
 
 def _check_greedy(texts: Sequence[Text], batch: Batch, ids: Sequence[Array]) -> None:
     """The new tokens are those with the largest logits, or nearly."""
-    for text, row, found in zip(texts, batch.rows, ids, strict=True):
+    for index, (text, row, found) in enumerate(zip(texts, batch.rows, ids, strict=True)):
         for n in range(batch.call.new):
+            if row.end - 1 + n in batch.hidden(index):
+                continue
             logits = text.values["hook_logits"][row.end - 1 + n]
             assert logits[found[row.end - row.first + n]] >= logits.max() - 1e-4 * np.abs(logits).max()
 

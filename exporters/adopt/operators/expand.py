@@ -12,6 +12,7 @@ import onnx_ir.passes.common as passes
 
 from exporters.adopt.operators.decoder_writer import TOKEN_INPUT, DecoderWriter
 from exporters.adopt.operators.fused import Fused, supporting
+from exporters.adopt.operators.joined_columns import join_convolutions
 from mionnx.errors import ExportError
 from mionnx.graph.operator_table import expansion_of
 
@@ -25,6 +26,7 @@ def named(function: str) -> Any:
 def expand(model: ir.Model, record: list[Fused] | None = None) -> dict[str, int]:
     """Expand fused operators in place and `record` each as it was; returns operator -> how many were expanded."""
     passes.CommonSubexpressionEliminationPass()(model)  # sessions duplicate a DequantizeLinear for every reader
+    join_convolutions(model)
     op, done, fused = DecoderWriter(model), Counter[str](), list[Fused]()
     for node in list(model.graph):
         expansion = expansion_of((node.domain, node.op_type))

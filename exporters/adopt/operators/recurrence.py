@@ -52,13 +52,16 @@ def convolution(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
     channels, kernel = static(weight, 0), static(weight, 2)
     _require(bool(channels and kernel and kernel > 1), node, "a kernel of unknown size")
     last = bool(node.attributes.get_int("channels_last", 0))
-    _carried(node, past, (kernel - 1, channels) if last else (channels, kernel - 1))
+    carried = (past is not None and static(past, 1 if last else 2)) or kernel - 1
+    _require(carried >= kernel - 1, node, f"a past of {carried} columns for a kernel of {kernel}")
+    _carried(node, past, (carried, channels) if last else (channels, carried))
     joined = op.Concat(past, x, axis=1 if last else 2)
     columns = op.Reshape(joined if last else op.Transpose(joined, perm=[0, 2, 1]), [-1, channels])
-    reads = op.marked(COLUMNS, [x, op.real()], [(None,)] * (kernel + 1), layer=0, kernel=kernel)
+    reads = op.marked(COLUMNS, [x, op.real()], [(None,)] * (carried + 2), layer=0, kernel=carried + 1)
     *places, keep = reads.outputs
     rows = op.split(op.Transpose(op.Squeeze(weight, [1]), perm=[1, 0]), [1] * kernel, axis=0)
-    result, *terms = (op.Mul(op.Gather(columns, at, axis=0), row) for at, row in zip(places, rows, strict=True))
+    read = zip(places[-kernel:], rows, strict=True)
+    result, *terms = (op.Mul(op.Gather(columns, at, axis=0), row) for at, row in read)
     for term in terms:
         result = op.Add(result, term)
     result = result if bias is None else op.Add(result, bias)
@@ -66,10 +69,10 @@ def convolution(op: DecoderWriter, node: ir.Node) -> dict[int, ir.Value]:
         result = op.Mul(result, op.Sigmoid(result))
     batch = op.Slice(op.Shape(x), [0], [1], [0])
     result = op.Reshape(result, op.Concat(batch, [-1], [channels], axis=0))
-    present = op.Reshape(op.Gather(columns, keep, axis=0), [-1, kernel - 1, channels])
+    present = op.Reshape(op.Gather(columns, keep, axis=0), [-1, carried, channels])
     if not last:
         present = op.Transpose(present, perm=[0, 2, 1])
-    own = Recurrence(channels=channels, kernel=kernel, gates=["convolution"])
+    own = Recurrence(channels=channels, kernel=carried + 1, gates=["convolution"])
     reads.meta[MARKED] = MarkedMixer([("ssm.hook_conv", result)], {STATE.parts[0]: (past, present)}, own)
     return {0: result if last else op.Transpose(result, perm=[0, 2, 1]), 1: present}
 

@@ -117,8 +117,6 @@ def _mean_donors(graphs: Segments, grid: Grid, prompts: Sequence[Ids], by: By) -
     """Mean of each head and feature over the tokens of each class; and a digest of the prompts and classes."""
     if "seq_k" in grid.axes:
         raise InputError(f"{grid.template}: its last axis is keys, of which different texts have others: no mean")
-    if "seq" not in grid.axes:
-        raise InputError(f"{grid.template} is [{', '.join(grid.axes)}]: it has no tokens to take the mean over")
     hooks = [grid.hook(layer) for layer in grid.layers]
     axis = sequence_axis(grid.axes)
     moments: dict[str, Moments] = {}

@@ -22,6 +22,7 @@ from mionnx.run.tokenizing import Prompt
 Place = int | str | Sequence[int]
 Positions = Mapping[str, Place | Sequence[Place]]
 Places = tuple[tuple[int, ...], ...]  # of each name, token positions in one prompt
+STATES = ("RwkvState", "SsmState")  # variants: at the end of a call
 SWEEP_AXES = ("layer", "position", "head", "source", "neuron")
 
 
@@ -114,6 +115,12 @@ def make_grid(
         raise HookError(f"{str(hook)!r} means several hook points, a sweep goes over one: {', '.join(kinds)}")
     ((template, available),) = kinds.items()
     point = HookPoint.parse(template.format(i=0))
+    if point.variant in STATES:
+        written = template.replace("hook_state", "hook_v")
+        raise HookError(
+            f"{template} is what the next call goes on with, and no logits of this one depend on it: sweep over "
+            f"{written}, what tokens write into it"
+        )
     chosen = _layers(template, available, layers)
     if not isinstance(over, Iterable):
         raise InputError(f"over={over!r} names no axes; it is one or several of {', '.join(SWEEP_AXES)}")

@@ -10,7 +10,8 @@ from typing import Any
 
 from mionnx.compile.layouts.layout import CARD_PROMPT, NEW_TOKENS, ClientLayout, Content, write_json
 from mionnx.graph.folder_file import inside, read_json
-from mionnx.graph.io_names import KEYS_AND_VALUES
+from mionnx.graph.io_names import STATE
+from mionnx.graph.metadata import Metadata
 from mionnx.inputs.tokens import TOKENIZER_FILE
 
 GENAI_CONFIG = "genai_config.json"
@@ -26,6 +27,8 @@ smollm3
 """,
     )
 )
+COLUMNS_TYPE = "lfm2"  # the type of models that carry columns of convolutions, and no other state
+GENAI_PARTS = {STATE.parts[1]: "recurrent"}  # part of a layer -> its word in genai_config.json, where that is another
 GENAI_TOKENIZERS = ("BPE", "Unigram")  # kinds that genai reads from tokenizer.json
 LONGEST_TEXT = 4096  # tokens of a text, where no config says
 
@@ -38,7 +41,7 @@ class GenaiLayout(ClientLayout):
     required_knobs = True
 
     def check(self, content: Content) -> None:
-        self.need_keys_and_values(content)
+        self.need_past(content, STATE.parts)
         names = {port.name for port in content.interface.outputs}
         if "logits" not in names:
             raise self.refuse("onnxruntime-genai chooses tokens by the output logits, which this graph does not have")
@@ -59,10 +62,11 @@ class GenaiLayout(ClientLayout):
         end = self._end(content)
         pad, begin = content.value("pad_token_id"), content.value("bos_token_id")
         length = content.model.context_length or LONGEST_TEXT
-        heads, width, _ = metadata.heads(0)
+        attending = [layer for layer, one in enumerate(metadata.layers) if one.attention]
+        heads, width, _ = metadata.heads(attending[0] if attending else 0)
         return {
             "model": {
-                "type": metadata.family if metadata.family in GENAI_TYPES else GENERIC_TYPE,
+                "type": self._type(metadata),
                 "bos_token_id": end[0] if begin is None else begin,
                 "eos_token_id": end[0] if len(end) == 1 else end,
                 "pad_token_id": end[0] if pad is None else pad,
@@ -76,9 +80,10 @@ class GenaiLayout(ClientLayout):
                     "num_attention_heads": sizes.num_heads,
                     "num_hidden_layers": sizes.num_layers,
                     "num_key_value_heads": heads,
-                    "inputs": inputs | _templates("past", KEYS_AND_VALUES.past),
-                    "outputs": {"logits": "logits"} | _templates("present", KEYS_AND_VALUES.present),
-                },
+                    "inputs": inputs | _templates(metadata, "past"),
+                    "outputs": {"logits": "logits"} | _templates(metadata, "present"),
+                }
+                | _columns(metadata),
             },
             "search": self._search(content, length),
         }
@@ -97,6 +102,12 @@ class GenaiLayout(ClientLayout):
             # A graph of standard operators makes its keys and values anew in each call.
             "past_present_share_buffer": False,
         }
+
+    @staticmethod
+    def _type(metadata: Metadata) -> str:
+        if metadata.carries_state:
+            return COLUMNS_TYPE if _columns(metadata) else GENERIC_TYPE
+        return metadata.family if metadata.family in GENAI_TYPES else GENERIC_TYPE
 
     @staticmethod
     def _end(content: Content) -> list[int]:
@@ -145,5 +156,19 @@ def _tokenizer_kind(content: Content) -> str:
     return str(model.get("type")) if isinstance(model, dict) else ""
 
 
-def _templates(when: str, prefix: str) -> dict[str, str]:
-    return {f"{when}_{part}_names": f"{prefix}.%d.{part}" for part in KEYS_AND_VALUES.parts}
+def _templates(metadata: Metadata, when: str) -> dict[str, str]:
+    """Names of what layers carry in or out: layers without a part are not asked for it."""
+    names = {}
+    for port in metadata.ports:
+        name = port.past if when == "past" else port.present
+        names[f"{when}_{GENAI_PARTS.get(port.part, port.part)}_names"] = name.replace(f".{port.layer}.", ".%d.")
+    return names
+
+
+def _columns(metadata: Metadata) -> dict[str, Any]:
+    """What genai asks of a model whose states are columns of convolutions alone."""
+    kernels = [one.recurrence.kernel for one in metadata.layers if one.recurrence]
+    if not kernels or any(one.has_state for one in metadata.layers):
+        return {}
+    kinds = ["conv" if one.recurrence else "full_attention" for one in metadata.layers]
+    return {"layer_types": kinds, "conv_cache_size": kernels[0] - 1}

@@ -2,7 +2,7 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -114,14 +114,15 @@ class ClientLayout(ABC):
         """The error of something that this layout cannot hold."""
         return InputError(f"layout {self.name!r}: {reason}")
 
-    def need_keys_and_values(self, content: Content) -> None:
-        """Refuse a model whose past is no key and value a layer."""
+    def need_past(self, content: Content, states: Collection[str] = ()) -> None:
+        """Refuse a model whose past has other parts than keys, values and the client's `states`."""
         metadata = content.model.metadata
-        if metadata.carries_state:
-            parts = ", ".join(dict.fromkeys(port.part for port in metadata.ports if not port.positional))
+        parts = [*dict.fromkeys(port.part for port in metadata.ports if not port.positional)]
+        if not {*parts} <= {*states}:
+            carried = "a key and a value" + (f", {' and '.join(states)}" if states else "")
             raise self.refuse(
-                f"{self.client} carries a key and a value from call to call, and a {metadata.family} model a state of "
-                f"other parts ({parts}): use layout='plain'"
+                f"{self.client} carries {carried} from call to call, and a {metadata.family} model a state of "
+                f"other parts ({', '.join(parts)}): use layout='plain'"
             )
         if not content.model.has_cache:
             raise self.refuse(

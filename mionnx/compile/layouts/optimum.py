@@ -27,7 +27,7 @@ class OptimumLayout(ClientLayout):
         if content.encodes:
             check_encoder(self, content)
         else:
-            self.need_keys_and_values(content)
+            self.need_past(content)
             self.need_config(content)
 
     def adapt(self, content: Content) -> onnx.ModelProto:

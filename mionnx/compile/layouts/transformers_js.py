@@ -12,9 +12,11 @@ from pathlib import Path
 
 import onnx
 
+from mionnx.compile.interface import renamed_ports
 from mionnx.compile.knobs import sentence
 from mionnx.compile.layouts.encoders import HEAD_CLASSES, as_transformers, check_encoder, output_of, write_tokenizer
 from mionnx.compile.layouts.layout import CARD_PROMPT, NEW_TOKENS, ClientLayout, Content, write_json
+from mionnx.graph.io_names import STATE
 
 WRAPPER = "compiled.mjs"
 SUFFIXES = {"fp32": "", "fp16": "_fp16", "q8": "_quantized", "q4": "_q4", "q4f16": "_q4f16"}
@@ -32,6 +34,12 @@ vaultgemma
 """,
     )
 )
+# The type of any decoder with states, which it feeds to all inputs of these names that the graph has: without an entry
+# `layer_types` every layer may have each of them.
+JS_HYBRID = "granitemoehybrid"
+JS_STATES = {STATE.parts[0]: "conv", STATE.parts[1]: "ssm"}  # part of a layer -> its word in "past_conv.0"
+JS_OF_COLUMNS = ("lfm2", "lfm2_moe")  # types of convolutions and attention that it knows
+JS_LAYER_TYPES = ("layer_types", "layers_block_type")
 JS_ENCODER = "bert"  # the type of any encoder: the client feeds what the graph names
 # Types of encoders that it knows with every head.
 JS_ENCODERS = frozenset(
@@ -58,13 +66,25 @@ class TransformersJsLayout(ClientLayout):
         if content.encodes:
             check_encoder(self, content)
         else:
-            self.need_keys_and_values(content)
+            self.need_past(content, STATE.parts)
             self.need_config(content)
+            if content.model.metadata.state_alone:
+                raise self.refuse(
+                    "transformers.js counts the tokens of a past by its keys, and no layer of this "
+                    f"{content.model.metadata.family} model has any: use layout='plain' or 'genai'"
+                )
         if content.activations == "bfloat16":
             raise self.refuse("JavaScript has no bfloat16: open the model with dtype='float32' or 'float16'")
 
     def adapt(self, content: Content) -> onnx.ModelProto:
-        return as_transformers(content) if content.encodes else content.proto
+        if content.encodes:
+            return as_transformers(content)
+        names = dict[str, str]()
+        for port in content.model.metadata.ports:
+            if port.part in JS_STATES:
+                names[port.past] = f"past_{JS_STATES[port.part]}.{port.layer}"
+                names[port.present] = f"present_{JS_STATES[port.part]}.{port.layer}"
+        return renamed_ports(content.proto, names) if names else content.proto
 
     def dtype(self, content: Content) -> str:
         """Its name for the dtype of the weights."""
@@ -93,6 +113,12 @@ class TransformersJsLayout(ClientLayout):
             write_tokenizer(content, at, JS_TOKENIZERS)
             if config.get("model_type") not in JS_ENCODERS:
                 config |= {"mionnx.model_type": config.get("model_type"), "model_type": JS_ENCODER}
+        elif metadata.carries_state and metadata.family not in JS_OF_COLUMNS:
+            config = {key: value for key, value in config.items() if key not in JS_LAYER_TYPES}
+            config |= {"mionnx.model_type": config.get("model_type"), "model_type": JS_HYBRID}
+            config["num_hidden_layers"] = metadata.sizes.num_layers
+        elif metadata.carries_state:
+            config["layer_types"] = ["conv" if layer.recurrence else "full_attention" for layer in metadata.layers]
         elif metadata.family not in JS_TYPES or config.get("model_type") not in JS_TYPES:
             heads, width, _ = metadata.heads(0)
             # The graph says the rest: a client that does not know the family runs it as one that it knows.

@@ -107,8 +107,8 @@ def test_what_cannot_be_ablated_is_said(models, message, change):
         models("llama").ablation_sweep(CLEAN, **change)
 
 
-def test_a_value_without_tokens_has_no_mean(rwkv):
-    with pytest.raises(InputError, match="no tokens to take the mean over"):
+def test_a_state_at_the_end_of_a_call_is_not_swept_over(rwkv):
+    with pytest.raises(HookError, match=r"no logits of this one depend on it: sweep over blocks.\{i\}.rwkv.hook_v"):
         rwkv("7-fla").ablation_sweep(CLEAN, "blocks.*.rwkv.hook_state", kind="mean")
 
 
