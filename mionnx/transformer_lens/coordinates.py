@@ -27,6 +27,7 @@ HEADS = (0, 2, 1, 3)  # [batch, head, seq, head_dim] <-> [batch, seq, head, head
 
 
 OF_HEADS = ("heads", "values", "z")
+LOGITS = ("logits", "changed logits")  # the latter are what hooks left; what hooks saw of them was centred
 
 
 def _flat(value: Array) -> Array:
@@ -71,6 +72,7 @@ class Coordinates:
         weights: those that the bridge shows, folded or not.
         biased: those whose biases of values are not folded yet.
         norms, stream, logits, values: which foldings are in force.
+        cap: of logits behind the unembedding (Gemma 2), 0 for none.
         bases: of queries, keys, values ("q", "k", "v"), where circuits are refactored: what they are multiplied with,
             [layer, head, d_head, d_head] in float64, and its inverse.
     """
@@ -83,6 +85,7 @@ class Coordinates:
     stream: bool = False
     logits: bool = False
     values: bool = False
+    cap: float = 0.0
     bases: Mapping[str, tuple[Array, Array]] = field(default_factory=dict)
 
     def show(self, point: LensPoint, value: Array, mean: Array | float = 0.0) -> Array:
@@ -152,6 +155,13 @@ class Coordinates:
     def _logits(self, point: LensPoint, value: Array, mean: Array | float) -> Array:
         return centred(value) if self.logits else value
 
+    def _uncapped(self, point: LensPoint, value: Array, mean: Array | float) -> Array:
+        return (self.cap * np.arctanh(value.astype(np.float64) / self.cap)).astype(np.float32)
+
+    def _slope(self, value: Array) -> Array:
+        """Of the cap, at logits behind it."""
+        return (1 - (value.astype(np.float64) / self.cap) ** 2).astype(np.float32)
+
     def _scores(self, point: LensPoint, value: Array, mean: Array | float) -> Array:
         return np.where(np.isneginf(value), np.float32(LOWEST), value)
 
@@ -168,6 +178,8 @@ class Coordinates:
         elif point.kind == "normed" and self.norms:
             weight, bias = self._affine(point)
             own = (centred(value) if self._norm(point).centred else value) * weight + bias
+        elif point.kind == "uncapped":
+            own = self.cap * np.tanh(value / self.cap)
         else:
             own = value
         return np.ascontiguousarray(own, like.dtype)
@@ -181,12 +193,14 @@ class Coordinates:
             return np.einsum("bshm,hmd->bhsd", change, matrix).astype(np.float32)
         return (after - before).sum(axis=2) if point.kind == "result" else after - before
 
-    def gradient(self, point: LensPoint, own: Array, landing: Array | None) -> Array:
-        """The gradient by the value at a point, made of those by its source and by where it lands."""
+    def gradient(self, point: LensPoint, own: Array, landing: Array | None, value: Array) -> Array:
+        """The gradient by the value at a point, made of those by its source, of this value, and by where it lands."""
         if not point.replaces and landing is not None:
             heads = own.shape[2] if point.kind == "result" else 0
             return np.repeat(landing[:, :, None], heads, axis=2) if heads else landing
         left = own if landing is None else own - landing
+        if point.kind == "uncapped":
+            return left * self._slope(value)
         if point.kind == "normed" and self.norms:
             left = left * self._affine(point)[0]
             return centred(left) if self._norm(point).centred else left
@@ -194,6 +208,10 @@ class Coordinates:
             return left
         left = left if point.kind == "z" else left.transpose(HEADS)
         return _flat(self._turned(point, left, back=True, transposed=True))
+
+    def passed_on(self, gradient: Array, before: Array, after: Array) -> Array:
+        """A gradient by logits before the cap, with the slope of the cap before hooks for that after them."""
+        return gradient * self._slope(before) / self._slope(after)
 
     def gradient_of_readers(self, point: LensPoint, value: Array, by_name: Mapping[str, Array]) -> Array | None:
         """The gradient by what is computed of a source's value, made of those by what reads it; None without any."""
@@ -235,8 +253,11 @@ class Coordinates:
         heads = name in ("W_Q", "W_K", "W_V")
         return np.einsum("bhsd,hmd->bsm", gradient, matrix) if heads else gradient @ matrix.T
 
-    def cotangent(self, point: LensPoint, shown: Array, like: tuple[int, ...]) -> Array:
-        """A cotangent of the value at a point as one of its source, of a shape."""
+    def cotangent(self, point: LensPoint, shown: Array, value: Array) -> Array:
+        """A cotangent of the value at a point as one of its source, whose value is given."""
+        like = value.shape
+        if point.kind == "uncapped":
+            return shown / np.maximum(self._slope(value), np.finfo(np.float32).tiny)
         if point.kind == "result":
             own = np.einsum("bshm,hdm->bshd", shown, self.weights.W_O[point.layer])
             return self._turned(point, own, transposed=True)
@@ -247,7 +268,7 @@ class Coordinates:
         if point.kind == "normed" and self.norms:
             weight = self._affine(point)[0]
             return shown / np.where(weight == 0, np.inf, weight)
-        if (point.kind in ("stream", "part") and self.stream) or (point.kind == "logits" and self.logits):
+        if (point.kind in ("stream", "part") and self.stream) or (point.kind in LOGITS and self.logits):
             return centred(shown)
         return shown.reshape(like)
 
@@ -299,5 +320,6 @@ SHOW_BY_KIND: dict[str, Callable[..., Array]] = {
     **dict.fromkeys((HEAD_COPIES + parts for parts in ("Q", "K", "V", "QKV")), Coordinates._input),
     "normed": Coordinates._normed,
     "logits": Coordinates._logits,
+    "uncapped": Coordinates._uncapped,
     "scores": Coordinates._scores,
 }

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mionnx.graph.hook_points import HookPoint
 
 # Names that a bridge has and its own forward pass never reaches, or reaches with what is no activation.
 SILENT = ("attn.qkv.hook_in", "attn.qkv.hook_out", "rotary_emb.hook_out", "hook_pos_embed", "attn.hook_hidden_states")
 
+# The flags with which its attention goes another way, and the names that this way does not reach.
+BYPASSED = {
+    "use_attn_result": ("attn.o.hook_out",),
+    "use_split_qkv_input": ("attn.q.hook_in", "attn.k.hook_in", "attn.v.hook_in"),
+    "use_attn_in": ("attn.q.hook_in", "attn.k.hook_in", "attn.v.hook_in"),
+}
+
+# Kinds of values on which no loss depends: what tokens alone tell, and what rotations read for its dtype.
+NO_GRADIENT = ("ids", "positions", "cos", "sin", "for its dtype")
 HEAD_COPIES = "input of "  # of a kind: a copy of the stream for each head, read by these projections
 
 
@@ -67,15 +76,19 @@ class LensPoint(NamedTuple):
 LENS_LOGITS = LensPoint("unembed.hook_out", "hook_logits", "logits")
 
 
-def lens_points(hooks: Collection[str], layers: int, posts: Collection[int], names: Collection[str]) -> list[LensPoint]:
+def lens_points(
+    hooks: Collection[str], layers: int, posts: Collection[int], names: Collection[str], adding: Collection[str] = ()
+) -> list[LensPoint]:
     """The rows that a model and its bridge have, in the order in which a forward pass reaches them.
 
     Args:
         hooks: names of hook points of the model.
         posts: layers that norm what they add (Gemma).
         names: those of the bridge.
+        adding: "attn", "mlp", where the module itself adds the stream to what it gives (BLOOM).
     """
-    rows = [*_before(), *(row for layer in range(layers) for row in _layer(layer, layer in posts, hooks, names))]
+    rows = [*_before(names)]
+    rows += (row for layer in range(layers) for row in _layer(layer, layer in posts, hooks, names, adding))
     rows += _behind(HookPoint.ResidPost(layers - 1).name)
     return [_served(row, hooks) for row in rows if row.name in names and row.source in hooks]
 
@@ -87,13 +100,25 @@ def _served(row: LensPoint, hooks: Collection[str]) -> LensPoint:
     return row if not row.lands or row.lands in hooks else row._replace(replaces=False, lands="")
 
 
-def _before() -> Iterator[LensPoint]:
+def bypassed(config: Any) -> tuple[str, ...]:
+    """Ends of the names that the pass of a bridge with these flags does not reach."""
+    return tuple(end for flag, ends in BYPASSED.items() if getattr(config, flag, False) for end in ends)
+
+
+def _before(names: Collection[str]) -> Iterator[LensPoint]:
     first = HookPoint.ResidPre(0).name
     yield LensPoint("embed.hook_in", "hook_embed", "ids", replaces=False)
-    yield LensPoint("embed.hook_out", "hook_embed", "part")
+    if "embed_ln.hook_out" in names:  # the graph's embedding is what comes behind that norm
+        for name in ("embed.hook_out", "embed_ln.hook_in"):
+            yield LensPoint(name, "hook_embed", "rows", replaces=False)
+        for kind in ("scale", "normalized"):
+            yield LensPoint(f"embed_ln.hook_{kind}", "hook_embed", f"{kind} of rows", replaces=False)
+        yield LensPoint("embed_ln.hook_out", "hook_embed", "stream")
+    else:
+        yield LensPoint("embed.hook_out", "hook_embed", "part")
     yield LensPoint("pos_embed.hook_in", "hook_embed", "positions", replaces=False)
     yield LensPoint("pos_embed.hook_out", "hook_pos_embed", "every row", replaces=False, lands=first)
-    yield LensPoint("rotary_emb.hook_in", "hook_embed", replaces=False)
+    yield LensPoint("rotary_emb.hook_in", "hook_embed", "for its dtype", replaces=False)
     for part in ("cos", "sin"):
         yield LensPoint(f"rotary_emb.hook_{part}", "hook_embed", part, replaces=False)
 
@@ -103,7 +128,9 @@ def _norm(prefix: str, norm: str, source: str, *read_by: tuple[str, str]) -> Ite
         yield LensPoint(f"{prefix}{norm}.hook_{kind}", source, kind, norm, replaces=False, read_by=read_by)
 
 
-def _layer(layer: int, post: bool, hooks: Collection[str], names: Collection[str]) -> Iterator[LensPoint]:
+def _layer(
+    layer: int, post: bool, hooks: Collection[str], names: Collection[str], adding: Collection[str]
+) -> Iterator[LensPoint]:
     b = f"blocks.{layer}."
     pre, mid, end = f"{b}hook_resid_pre", f"{b}hook_resid_mid", f"{b}hook_resid_post"
     out, added = f"{b}hook_attn_out", f"{b}hook_mlp_out"
@@ -139,7 +166,8 @@ def _layer(layer: int, post: bool, hooks: Collection[str], names: Collection[str
     yield LensPoint(f"{b}attn.hook_result", f"{b}attn.hook_z", "result", replaces=False, lands="" if post else out)
     inner = ("attn.hook_hidden_states",) if f"{b}attn.qkv.hook_in" in names else ()
     for name in ("ln1_post.hook_out",) if post else ("attn.o.hook_out", *inner, "attn.hook_out"):
-        yield LensPoint(f"{b}{name}", out, "part")
+        whole = "attn" in adding and name != "attn.o.hook_out"
+        yield LensPoint(f"{b}{name}", *((mid, "stream") if whole else (out, "part")))
     read = pre if parallel else mid
     for name in ("hook_mlp_in", "ln2.hook_in"):
         yield LensPoint(f"{b}{name}", read, "stream", replaces=not parallel, lands="" if parallel else end)
@@ -152,7 +180,10 @@ def _layer(layer: int, post: bool, hooks: Collection[str], names: Collection[str
     yield LensPoint(f"{b}mlp.in.hook_out", f"{b}mlp.hook_up")
     yield LensPoint(f"{b}mlp.out.hook_in", f"{b}mlp.hook_act")
     for name in ("mlp.out.hook_out", "mlp.hook_out"):
-        yield LensPoint(f"{b}{name}", f"{b}mlp.hook_post" if post else added, "plain" if post else "part")
+        if "mlp" in adding and name == "mlp.hook_out":
+            yield LensPoint(f"{b}{name}", end, "stream")
+        else:
+            yield LensPoint(f"{b}{name}", f"{b}mlp.hook_post" if post else added, "plain" if post else "part")
     yield LensPoint(f"{b}ln2_post.hook_out", added, "part")
     yield LensPoint(f"{b}hook_out", end, "stream")
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from mionnx.analysis.weights.weights import Weights
 from mionnx.errors import HookError, InputError, MIError
+from mionnx.transformer_lens.weight_gradients import Placed
 
 Array = NDArray[Any]
 NORMS = ("ln1", "ln1_post", "ln2", "ln2_post")
@@ -24,12 +25,12 @@ def make_room(module: torch.nn.Module) -> None:
                 part._parameters[key] = torch.nn.Parameter(torch.empty(parameter.shape), requires_grad=False)
 
 
-def set_weights(bridge: Any, weights: Weights, layers: int) -> dict[str, int]:
-    """Give the modules of a bridge these weights: the bytes of views, and those of copies.
+def set_weights(bridge: Any, weights: Weights, layers: int) -> tuple[dict[str, int], list[Placed]]:
+    """Give the modules of a bridge these weights: the bytes of views, and those of copies; where each has gone.
 
     A weight that the graph does not name stays on torch's device "meta", which holds no numbers and refuses to be read.
     """
-    counts, placed = {"views": 0, "copies": 0}, set[int]()
+    counts, places = {"views": 0, "copies": 0}, list[Placed]()
     for module, key, array, vector in _named(bridge, weights, layers):
         own = getattr(module, "original_component", module)
         if vector is None:
@@ -44,13 +45,14 @@ def set_weights(bridge: Any, weights: Weights, layers: int) -> dict[str, int]:
         elif old is not None or bool(tensor.any()):
             parameter = torch.nn.Parameter(tensor)
             setattr(own, key, parameter)
-            placed.add(id(parameter))
+            places.append(Placed(module, key, parameter, vector is None and type(own).__name__ != "Conv1D"))
+    placed = {id(one.parameter) for one in places}
     for part in {*bridge.modules(), *bridge.original_model.modules()}:
         for key, parameter in part._parameters.items():
             if parameter is not None and id(parameter) not in placed:
                 empty = torch.empty(parameter.shape, device="meta")
                 part._parameters[key] = torch.nn.Parameter(empty)
-    return counts
+    return counts, places
 
 
 def _named(bridge: Any, weights: Weights, layers: int) -> Iterator[tuple[Any, str, Array, bool | None]]:
