@@ -27,6 +27,8 @@ HEADS = (0, 2, 1, 3)  # [batch, head, seq, head_dim] <-> [batch, seq, head, head
 
 
 OF_HEADS = ("heads", "values", "z")
+PROJECTED = "projected"  # ends kinds that are computed of what the heads of a layer add
+NORMED_LATER = "normed later"
 LOGITS = ("logits", "changed logits")  # the latter are what hooks left; what hooks saw of them was centred
 
 
@@ -94,7 +96,16 @@ class Coordinates:
         Args:
             mean: of a stream that hooks gave one, where the graph's own means nothing, [batch, seq, 1].
         """
+        point, value = self._of_heads(point, value)
         return np.ascontiguousarray(SHOW_BY_KIND.get(point.kind, _as_it_is)(self, point, value, mean))
+
+    def _of_heads(self, point: LensPoint, value: Array) -> tuple[LensPoint, Array]:
+        """What heads add, and the kind of that, where the value at a point is computed of it; else the same."""
+        if not point.kind.endswith(PROJECTED):
+            return point, value
+        weight, bias = (self.raw.reader.read(name, point.layer) for name in ("W_O", "b_O"))
+        added = np.einsum("bshd,hdm->bsm", value, weight) + bias
+        return point._replace(kind=point.kind.removesuffix(PROJECTED).removesuffix(" of ") or NORMED_LATER), added
 
     def _stream(self, point: LensPoint, value: Array, mean: Array | float) -> Array:
         return centred(value) + mean if self.stream else value
@@ -191,6 +202,9 @@ class Coordinates:
             normed = (self._normalized(point, value[:, :, : len(matrix)], 0.0) for value in (after, before))
             change = np.subtract(*normed) * self._affine(point)[0]
             return np.einsum("bshm,hmd->bhsd", change, matrix).astype(np.float32)
+        if point.kind == PROJECTED:
+            weight, bias = self._affine(point)
+            return np.subtract(*(self._normalized(point, value, 0.0) * weight + bias for value in (after, before)))
         return (after - before).sum(axis=2) if point.kind == "result" else after - before
 
     def gradient(self, point: LensPoint, own: Array, landing: Array | None, value: Array) -> Array:
@@ -213,21 +227,31 @@ class Coordinates:
         """A gradient by logits before the cap, with the slope of the cap before hooks for that after them."""
         return gradient * self._slope(before) / self._slope(after)
 
-    def gradient_of_readers(self, point: LensPoint, value: Array, by_name: Mapping[str, Array]) -> Array | None:
-        """The gradient by what is computed of a source's value, made of those by what reads it; None without any."""
+    def gradient_of_readers(
+        self, point: LensPoint, value: Array, by_name: Mapping[str, Array], left: Array | None = None
+    ) -> Array | None:
+        """The gradient by what is computed of a source's value, made of those by what reads it; None without any.
+
+        Args:
+            left: what hooks left of the value at the point, if any were there.
+        """
         if point.kind.startswith(HEAD_COPIES):
-            return self._of_copies(point, value, by_name)
+            shown = self.show(point, value)
+            return self._of_copies(point, shown if left is None else left.reshape(shown.shape), by_name)
         parts = [self._through(name, by_name[reader], point) for reader, name in point.read_by if reader in by_name]
         if not parts:
             return None
-        total = np.sum(parts, axis=0)
-        if point.kind in ("scale", "normalized") or self.norms:
+        total, (point, value) = np.sum(parts, axis=0), self._of_heads(point, value)
+        value = value if left is None else left
+        if point.kind in ("scale", "normalized", NORMED_LATER) or self.norms:
             total = total * self._affine(point)[0]
         if self.norms and self._norm(point).centred:  # what reads it has weights less their mean
             total = centred(total)
-        if point.kind != "scale":
+        if point.kind not in ("scale", NORMED_LATER):
             return total
         normalized, scale = self._normalized(point, value, 0.0), self._scale(point, value, 0.0)
+        if point.kind == NORMED_LATER:
+            return (total - normalized * (total * normalized).mean(axis=-1, keepdims=True)) / scale
         return -(total * normalized).sum(axis=-1, keepdims=True) / scale
 
     def _of_copies(self, point: LensPoint, value: Array, by_name: Mapping[str, Array]) -> Array | None:
@@ -238,13 +262,13 @@ class Coordinates:
         if not (readers := [(name, by_name[reader]) for reader, name in point.read_by if reader in by_name]):
             return None
         matrices = {name: self.raw.reader.read(name, point.layer) for name, _ in readers}
-        read = np.zeros((*value.shape[:2], max(map(len, matrices.values())), value.shape[-1]), np.float32)
+        read = np.zeros(value.shape, np.float32)
         for name, own in readers:
             read[:, :, : len(matrices[name])] += np.einsum("bhsd,hmd->bshm", own, matrices[name])
-        normalized, read = self._normalized(point, value, 0.0)[:, :, None], read * self._affine(point)[0]
+        normalized, read = self._normalized(point, value, 0.0), read * self._affine(point)[0]
         read = centred(read) if self._norm(point).centred else read
         along = (read * normalized).mean(axis=-1, keepdims=True)
-        return (read - normalized * along) / self._scale(point, value, 0.0)[:, :, None]
+        return (read - normalized * along) / self._scale(point, value, 0.0)
 
     def _through(self, name: str, gradient: Array, point: LensPoint) -> Array:
         if not name:

@@ -139,10 +139,11 @@ def _layer(
     yield LensPoint(f"{b}ln1.hook_in", pre, "stream", replaces=not parallel, lands="" if parallel else mid)
     normed = f"{b}attn.q_norm.hook_out" in names  # then hook_q and hook_k are what comes behind that norm
     products = {} if normed else {part: (f"{b}attn.hook_{part}", f"W_{part.upper()}") for part in "qkv"}
-    for part, (place, _) in products.items():
+    copied = {} if "attn" in adding else products  # else copies are of what comes behind ln1, and nothing serves them
+    for part, (place, _) in copied.items():
         reader = ((place, f"W_{part.upper()}"),)
         yield LensPoint(f"{place}_input", pre, HEAD_COPIES + part.upper(), "ln1", False, lands=place, read_by=reader)
-    if products:
+    if copied:
         every = (*products.values(),)
         yield LensPoint(
             f"{b}attn.hook_attn_in", pre, f"{HEAD_COPIES}QKV", "ln1", False, lands=every[0][0], read_by=every
@@ -165,9 +166,14 @@ def _layer(
     yield LensPoint(f"{b}attn.o.hook_in", f"{b}attn.hook_z", "z")
     yield LensPoint(f"{b}attn.hook_result", f"{b}attn.hook_z", "result", replaces=False, lands="" if post else out)
     inner = ("attn.hook_hidden_states",) if f"{b}attn.qkv.hook_in" in names else ()
-    for name in ("ln1_post.hook_out",) if post else ("attn.o.hook_out", *inner, "attn.hook_out"):
+    for name in ("attn.o.hook_out", *inner, "attn.hook_out"):
         whole = "attn" in adding and name != "attn.o.hook_out"
-        yield LensPoint(f"{b}{name}", *((mid, "stream") if whole else (out, "part")))
+        own = LensPoint(f"{b}{name}", mid, "stream") if whole else LensPoint(f"{b}{name}", out, "part")
+        yield own if not post else _before_norm(f"{b}{name}", b, "projected")
+    if post:
+        for name, kind in (("in", ""), ("scale", "scale of "), ("normalized", "normalized of ")):
+            yield _before_norm(f"{b}ln1_post.hook_{name}", b, f"{kind}projected")
+    yield LensPoint(f"{b}ln1_post.hook_out", out, "part")
     read = pre if parallel else mid
     for name in ("hook_mlp_in", "ln2.hook_in"):
         yield LensPoint(f"{b}{name}", read, "stream", replaces=not parallel, lands="" if parallel else end)
@@ -184,8 +190,18 @@ def _layer(
             yield LensPoint(f"{b}{name}", end, "stream")
         else:
             yield LensPoint(f"{b}{name}", f"{b}mlp.hook_post" if post else added, "plain" if post else "part")
+    if post:
+        yield LensPoint(f"{b}ln2_post.hook_in", f"{b}mlp.hook_post")
+        yield from _norm(b, "ln2_post", f"{b}mlp.hook_post", (added, ""))
     yield LensPoint(f"{b}ln2_post.hook_out", added, "part")
     yield LensPoint(f"{b}hook_out", end, "stream")
+
+
+def _before_norm(name: str, block: str, kind: str) -> LensPoint:
+    """What heads add before a norm of its own (Gemma), which the graph does not name: computed of z."""
+    out = f"{block}hook_attn_out"
+    lands = out if kind == "projected" else ""
+    return LensPoint(name, f"{block}attn.hook_z", kind, "ln1_post", False, lands=lands, read_by=((out, ""),))
 
 
 def _behind(last: str) -> Iterator[LensPoint]:

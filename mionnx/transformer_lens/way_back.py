@@ -87,7 +87,7 @@ class WayBack:
             return []
         if point.read_by:
             raise GradientError(f"{point.name} is computed of {point.source}, and nothing goes back through it here")
-        gradients = self.product(point, source, rest, self.points[:before])
+        gradients = self.product(point, source, rest, self.points[:before], self.tensors[:before])
         for index, gradient in enumerate(gradients):
             if gradient is not None:
                 self._passed[index] = self._passed.get(index, np.float32(0)) + self._told(index, gradient)
@@ -114,9 +114,20 @@ class WayBack:
         return positions(self.ids, self.mask)
 
     def product(
-        self, point: LensPoint, source: Array, cotangent: Array, before: Sequence[tuple[LensPoint, Array]]
+        self,
+        point: LensPoint,
+        source: Array,
+        cotangent: Array,
+        before: Sequence[tuple[LensPoint, Array]],
+        after: Sequence[torch.Tensor] = (),
     ) -> list[Array | None]:
-        """Gradients of the values at points, of a cotangent of one that depends on them."""
+        """Gradients of the values at points, of a cotangent of one that depends on them.
+
+        Args:
+            point: the one; source: its source's value.
+            before: the points, with their sources' values.
+            after: what hooks left of the values at the points.
+        """
         coordinates, leading = self.bridge.coordinates, self.bridge.leading(point.source)
         own = np.ascontiguousarray(coordinates.cotangent(point, cotangent, source), np.float32)
         ends = {name for one, _ in before for name in (one.source, one.lands, one.beside, *dict(one.read_by))}
@@ -136,11 +147,13 @@ class WayBack:
             cache = self.bridge.engine.forward(self.ids, spec, logits=of is None, **options)
             grad: Any = cache.grad
             by_name |= {name: np.asarray(grad[name]) for name in names}
-        return [self._of(one, value, by_name) for one, value in before]
+        left = [*after, *[None] * (len(before) - len(after))]
+        return [self._of(one, value, by_name, shown) for (one, value), shown in zip(before, left, strict=True)]
 
-    def _of(self, point: LensPoint, value: Array, by_name: dict[str, Array]) -> Array | None:
+    def _of(self, point: LensPoint, value: Array, by_name: dict[str, Array], left: Any) -> Array | None:
         if point.read_by:
-            gradient = self.bridge.coordinates.gradient_of_readers(point, value, by_name)
+            shown = left.detach().numpy() if left is not None and point.lands else None
+            gradient = self.bridge.coordinates.gradient_of_readers(point, value, by_name, shown)
             return None if gradient is None else np.ascontiguousarray(gradient, np.float32)
         own, landing = by_name.get(point.source), by_name.get(point.lands)
         if own is None or (landing is None and not point.replaces):

@@ -96,6 +96,10 @@ def gradients_of(back: Any, wanted: Sequence[Placed], rests: Iterable[tuple[int,
     outs = [(point, values[point.source]) for point in behind]
     for number, rest in rests:
         node, source = back.points[number]
+        if node.read_by:
+            raise GradientError(
+                f"{node.name} is computed of {node.source}, and no gradient of a weight goes through it"
+            )
         for point, gradient in zip(behind, back.product(node, source, rest, outs), strict=True):
             if gradient is not None:
                 total[point] = total[point] + gradient

@@ -24,6 +24,8 @@ from mionnx.transformer_lens import bridge
 Both = tuple[TransformerBridge, TransformerBridge]
 # These names of a gated MLP are reached with folded weights too.
 MORE = ("mlp.gate.hook_in", "mlp.in.hook_in")
+ACTING = ("blocks.0.attn.o.hook_out", "blocks.1.ln2_post.hook_in", "blocks.1.mlp.hook_out", "blocks.1.hook_attn_out",
+          "blocks.0.attn.hook_q_input", "embed_ln.hook_out")  # fmt: skip
 FLAGS = ("use_attn_result", "use_split_qkv_input", "use_attn_in")
 
 
@@ -62,10 +64,9 @@ def filters(both: Both, tokens: torch.Tensor) -> Found:
 
 
 def unserved(one: TransformerBridge, name: str) -> bool:
-    """Names that a warning names: Gemma's norms of what layers add, what lies before them; BLOOM's embedding."""
-    if "blocks.0.ln1_post.hook_in" in one.hook_dict:
-        return "ln1_post" in name or "ln2_post" in name or name.endswith(("attn.o.hook_out", "attn.hook_out"))
-    return hasattr(one, "embed_ln") and "embed" in name
+    """BLOOM's embedding, whose norm the graph takes in; its copies for each head, which lie behind a norm."""
+    before = "embed" in name and not name.endswith("embed_ln.hook_out")
+    return hasattr(one, "embed_ln") and (before or name.endswith(("_input", "hook_attn_in")))
 
 
 def flags(both: Both, tokens: torch.Tensor) -> Found:
@@ -99,6 +100,26 @@ def logits(both: Both, tokens: torch.Tensor) -> Found:
     return {f"logits {number}": apart(mine, theirs) for number, (mine, theirs) in enumerate(zip(*outs, strict=True))}
 
 
+def acting(both: Both, tokens: torch.Tensor) -> Found:
+    """Functions at what layers add, before norms of that and with the stream, and at a copy: gradients there."""
+    found: Found = {}
+    for one in both:
+        one.set_use_split_qkv_input(True)
+    for name in (name for name in ACTING if name in both[0].hook_dict and not unserved(both[0], name)):
+        outs = []
+        for one in both:
+            kept: list[torch.Tensor] = []
+            backward = [(name, lambda value, hook, kept=kept: kept.append(value.clone()))]
+            with one.hooks(fwd_hooks=[(name, change)], bwd_hooks=backward):
+                out = one(tokens)
+                (out[:, -1, 5] - out[:, -1, 9]).sum().backward()
+            outs.append((out, kept[0]))
+        found |= {f"at {name}": apart(outs[0][0], outs[1][0]), f"gradient at {name}": apart(outs[0][1], outs[1][1])}
+    for one in both:
+        one.set_use_split_qkv_input(False)
+    return found
+
+
 def module(both: Both, tokens: torch.Tensor) -> Found:
     """The module's own pass."""
     outs = [one.original_model(tokens, labels=tokens) for one in both]
@@ -127,7 +148,7 @@ def weights_of(one: TransformerBridge) -> list[tuple[str, torch.Tensor]]:
     found = []
     for (name, part), key in product(modules(one), ("weight", "bias")):
         weight = getattr(getattr(part, "original_component", part), key, None)
-        lacking = unserved(one, part.hook_out.name)
+        lacking = hasattr(one, "embed_ln") and name in ("embed", "unembed")
         if isinstance(weight, torch.nn.Parameter) and weight.device.type == "cpu" and not lacking:
             found.append((f"{name}.{key}", weight))
     return found
@@ -155,7 +176,7 @@ def weights(both: Both, tokens: torch.Tensor) -> Found:
     return found
 
 
-PARTS: tuple[Callable[[Both, torch.Tensor], Found], ...] = (filters, flags, logits, module, weights)
+PARTS: tuple[Callable[[Both, torch.Tensor], Found], ...] = (filters, flags, logits, acting, module, weights)
 
 
 def main(checkpoint: str, hooked: str) -> None:
