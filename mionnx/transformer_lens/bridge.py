@@ -33,8 +33,7 @@ from mionnx.spec.intervention import Intervention
 from mionnx.transformer_lens.coordinates import Coordinates, bases_of
 from mionnx.transformer_lens.lens_pass import LensPass, check_mask, warn
 from mionnx.transformer_lens.lens_points import LENS_LOGITS, LensPoint, lens_points
-from mionnx.transformer_lens.module_pass import serve_module
-from mionnx.transformer_lens.parameters import make_room, set_weights
+from mionnx.transformer_lens.parameters import make_room, serve_module, set_weights
 from mionnx.transformer_lens.patched_cells import PatchedCells
 from mionnx.transformer_lens.token_values import positions
 from mionnx.transformer_lens.weight_gradients import Placed, WeightViews
