@@ -5,8 +5,8 @@
 Each notebook runs in a process of its own. A cell that raises is recorded, and the next goes on. FOLDER/NAME/N.npz has
 the numbers that cell N made or changed, FOLDER/NAME.json what was printed, raised and how long it took. The variables
 that say what names mean are those of `tl_plugin`; MIONNX_TL_FILES has files by the end of their names on the hub,
-MIONNX_TL_CUT the cells that are left out, by notebook, MIONNX_TL_LIMIT the seconds that a cell may take: one that takes
-longer is cut, and what it made is taken back.
+MIONNX_TL_CUT the cells that are left out, by notebook, MIONNX_TL_LIMIT the seconds of processor that a cell may take: one
+that takes longer is cut, and what it made is taken back.
 """
 
 import contextlib
@@ -118,12 +118,12 @@ def run(notebook: Path, folder: Path, cut: list[int]) -> dict[str, Any]:
 def one(shell: InteractiveShell, source: str) -> dict[str, Any]:
     """Run a cell; what became of it, what it said and took."""
     before, printed = dict(shell.user_ns), io.StringIO()
-    begin = time.perf_counter()
-    signal.setitimer(signal.ITIMER_REAL, LIMIT)
+    begin = time.process_time()
+    signal.setitimer(signal.ITIMER_PROF, LIMIT)
     with contextlib.redirect_stdout(printed), contextlib.suppress(OverTime):
         result = shell.run_cell(source)
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    seconds = time.perf_counter() - begin
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    seconds = time.process_time() - begin
     error = result.error_before_exec or result.error_in_exec
     if isinstance(error, OverTime) or seconds > LIMIT:
         shell.user_ns.clear()
@@ -163,7 +163,7 @@ def main() -> None:
     for notebook in notebooks:
         child = os.fork()
         if child == 0:
-            signal.signal(signal.SIGALRM, over)
+            signal.signal(signal.SIGPROF, over)
             warnings.simplefilter("ignore")
             logging.disable(logging.WARNING)
             (folder / notebook.stem).mkdir(parents=True, exist_ok=True)

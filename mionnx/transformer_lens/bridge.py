@@ -81,8 +81,9 @@ class OnnxBridge(TransformerBridge):
         )
         self.__dict__.update(_cells=PatchedCells(self), _whole=WholeCache(self))
         eps = float(getattr(self.cfg, "eps", 1e-5))
-        cap = getattr(self.cfg, "output_logits_soft_cap", None) or 0.0
-        self.__dict__.update(coordinates=Coordinates(weights, weights, eps, weights, cap=max(0.0, float(cap))))
+        cap = max(0.0, float(getattr(self.cfg, "output_logits_soft_cap", None) or 0.0))
+        factor = float(getattr(self.original_model.config, "logit_scale", None) or 1.0)
+        self.__dict__.update(coordinates=Coordinates(weights, weights, eps, weights, cap=cap, factor=factor))
         self._show(weights)
         serve_module(self)
         return self
@@ -103,8 +104,10 @@ class OnnxBridge(TransformerBridge):
             hooks = {point.name for point in model.hook_points()}
             parts = {name: getattr(self.blocks[0], name, None) for name in ("attn", "mlp")}
             adding = [name for name, part in parts.items() if _adds_stream(getattr(part, "original_component", None))]
-            rows = lens_points(hooks, self.engine.num_layers, posts, registry, adding)
-            if self.coordinates.cap:
+            bare = [layer for layer in posts if not graph.has_norm("ln1", layer)]
+            headed = graph.has_norm("q_norm", 0) and graph.norm("q_norm", 0).weight.shape[-1] == self.cfg.d_head
+            rows = lens_points(hooks, self.engine.num_layers, registry, posts, bare, headed, adding)
+            if self.coordinates.cap or self.coordinates.factor != 1:
                 rows[-1] = rows[-1]._replace(kind="uncapped")
             self.__dict__.update(_points=(stamp, {id(registry[row.name]): row for row in rows}))
         return self._points[1]
@@ -264,6 +267,8 @@ class OnnxBridge(TransformerBridge):
             logging.warning("process_weights was already applied to this bridge. Skipping.")
             return
         raw = self.coordinates.raw
+        if fold_ln and not raw.graph.has_norm("ln1", 0):
+            raise HookError("fold_ln: layers read the stream without a norm here; process_weights(fold_ln=False)")
         folded, bases = raw, {}
         foldings: dict[str, Any] = {"norms": fold_ln}
         if fold_ln:
@@ -285,8 +290,9 @@ class OnnxBridge(TransformerBridge):
             before, folded = folded, folded.refactor_factored_attn_matrices()
             bases = bases_of(before, folded, self.engine.num_layers)
         self._weights_processed = True
-        coordinates = replace(self.coordinates, weights=folded, biased=biased, **foldings, bases=bases)
-        self.__dict__.update(coordinates=coordinates)
+        # A factor of logits is folded into the unembedding.
+        coordinates = replace(self.coordinates, weights=folded, biased=biased, **foldings, bases=bases, factor=1.0)
+        self.__dict__.update(coordinates=coordinates, _points=(None, {}))
         self._show(folded)
 
     def hf_generate(self, *args: Any, **options: Any) -> Any:

@@ -27,7 +27,9 @@ HEADS = (0, 2, 1, 3)  # [batch, head, seq, head_dim] <-> [batch, seq, head, head
 
 
 OF_HEADS = ("heads", "values", "z")
-PROJECTED = "projected"  # ends kinds that are computed of what the heads of a layer add
+PROJECTED = "projected"
+# Ends of kinds that are computed of what goes into a norm: the weights that give it.
+COMPUTED = {PROJECTED: ("W_O", "b_O"), "W_Q product": ("W_Q", "b_Q"), "W_K product": ("W_K", "b_K")}
 NORMED_LATER = "normed later"
 LOGITS = ("logits", "changed logits")  # the latter are what hooks left; what hooks saw of them was centred
 
@@ -74,7 +76,7 @@ class Coordinates:
         weights: those that the bridge shows, folded or not.
         biased: those whose biases of values are not folded yet.
         norms, stream, logits, values: which foldings are in force.
-        cap: of logits behind the unembedding (Gemma 2), 0 for none.
+        cap, factor: of logits behind the unembedding (Gemma 2, Cohere); 0 and 1 for none.
         bases: of queries, keys, values ("q", "k", "v"), where circuits are refactored: what they are multiplied with,
             [layer, head, d_head, d_head] in float64, and its inverse.
     """
@@ -88,6 +90,7 @@ class Coordinates:
     logits: bool = False
     values: bool = False
     cap: float = 0.0
+    factor: float = 1.0
     bases: Mapping[str, tuple[Array, Array]] = field(default_factory=dict)
 
     def show(self, point: LensPoint, value: Array, mean: Array | float = 0.0) -> Array:
@@ -96,16 +99,30 @@ class Coordinates:
         Args:
             mean: of a stream that hooks gave one, where the graph's own means nothing, [batch, seq, 1].
         """
-        point, value = self._of_heads(point, value)
+        point, value = self._before_norm(point, value)
         return np.ascontiguousarray(SHOW_BY_KIND.get(point.kind, _as_it_is)(self, point, value, mean))
 
-    def _of_heads(self, point: LensPoint, value: Array) -> tuple[LensPoint, Array]:
-        """What heads add, and the kind of that, where the value at a point is computed of it; else the same."""
-        if not point.kind.endswith(PROJECTED):
+    def _before_norm(self, point: LensPoint, value: Array) -> tuple[LensPoint, Array]:
+        """What goes into a norm that the graph does not name, and its kind, where a point's value is that or of it."""
+        product = next((end for end in COMPUTED if point.kind.endswith(end)), "")
+        if not product:
             return point, value
-        weight, bias = (self.raw.reader.read(name, point.layer) for name in ("W_O", "b_O"))
-        added = np.einsum("bshd,hdm->bsm", value, weight) + bias
-        return point._replace(kind=point.kind.removesuffix(PROJECTED).removesuffix(" of ") or NORMED_LATER), added
+        weight, bias = (self.raw.reader.read(name, point.layer) for name in COMPUTED[product])
+        if product == PROJECTED:
+            made = np.einsum("bshd,hdm->bsm", value, weight) + bias
+        else:
+            before = point._replace(norm="ln1")
+            normed = self._normalized(before, value, 0.0) * self._affine(before)[0] + self._affine(before)[1]
+            made = np.einsum("bsm,hmd->bhsd", normed, weight) + bias[:, None]
+        kind = point.kind.removesuffix(product).removesuffix(" of ") or NORMED_LATER
+        return point._replace(kind=kind), made.astype(np.float32)
+
+    def _as_before_norm(self, point: LensPoint, shown: Array) -> Array:
+        """What a point shows in the layout in which its norm reads it."""
+        if not point.kind.startswith("heads of"):
+            return shown
+        heads = len(self.raw.reader.read(point.kind[-len("W_Q product") :].split()[0], point.layer))
+        return shown.reshape(*shown.shape[:2], heads, -1).transpose(HEADS)
 
     def _stream(self, point: LensPoint, value: Array, mean: Array | float) -> Array:
         return centred(value) + mean if self.stream else value
@@ -167,11 +184,17 @@ class Coordinates:
         return centred(value) if self.logits else value
 
     def _uncapped(self, point: LensPoint, value: Array, mean: Array | float) -> Array:
-        return (self.cap * np.arctanh(value.astype(np.float64) / self.cap)).astype(np.float32)
+        wide = value.astype(np.float64)
+        return ((self.cap * np.arctanh(wide / self.cap) if self.cap else wide) / self.factor).astype(np.float32)
+
+    def _capped(self, value: Array) -> Array:
+        scaled = value * np.float32(self.factor)
+        return self.cap * np.tanh(scaled / self.cap) if self.cap else scaled
 
     def _slope(self, value: Array) -> Array:
-        """Of the cap, at logits behind it."""
-        return (1 - (value.astype(np.float64) / self.cap) ** 2).astype(np.float32)
+        """Of what comes behind the unembedding, at logits behind it."""
+        inside = (value.astype(np.float64) / self.cap) ** 2 if self.cap else np.zeros_like(value)
+        return (self.factor * (1 - inside)).astype(np.float32)
 
     def _scores(self, point: LensPoint, value: Array, mean: Array | float) -> Array:
         return np.where(np.isneginf(value), np.float32(LOWEST), value)
@@ -190,7 +213,7 @@ class Coordinates:
             weight, bias = self._affine(point)
             own = (centred(value) if self._norm(point).centred else value) * weight + bias
         elif point.kind == "uncapped":
-            own = self.cap * np.tanh(value / self.cap)
+            own = self._capped(value)
         else:
             own = value
         return np.ascontiguousarray(own, like.dtype)
@@ -202,9 +225,9 @@ class Coordinates:
             normed = (self._normalized(point, value[:, :, : len(matrix)], 0.0) for value in (after, before))
             change = np.subtract(*normed) * self._affine(point)[0]
             return np.einsum("bshm,hmd->bhsd", change, matrix).astype(np.float32)
-        if point.kind == PROJECTED:
-            weight, bias = self._affine(point)
-            return np.subtract(*(self._normalized(point, value, 0.0) * weight + bias for value in (after, before)))
+        if point.kind.endswith((*COMPUTED,)):
+            own = (self._as_before_norm(point, value) for value in (after, before))
+            return np.subtract(*(self._normalized(point, value, 0.0) for value in own)) * self._affine(point)[0]
         return (after - before).sum(axis=2) if point.kind == "result" else after - before
 
     def gradient(self, point: LensPoint, own: Array, landing: Array | None, value: Array) -> Array:
@@ -241,17 +264,24 @@ class Coordinates:
         parts = [self._through(name, by_name[reader], point) for reader, name in point.read_by if reader in by_name]
         if not parts:
             return None
-        total, (point, value) = np.sum(parts, axis=0), self._of_heads(point, value)
+        total = np.sum(parts, axis=0)
+        if not point.norm:
+            return total
+        flat = point.kind.startswith("heads of")
+        left = None if left is None else self._as_before_norm(point, left)
+        point, value = self._before_norm(point, value)
         value = value if left is None else left
-        if point.kind in ("scale", "normalized", NORMED_LATER) or self.norms:
+        later = flat or point.kind == NORMED_LATER
+        if point.kind in ("scale", "normalized") or later or self.norms:
             total = total * self._affine(point)[0]
         if self.norms and self._norm(point).centred:  # what reads it has weights less their mean
             total = centred(total)
-        if point.kind not in ("scale", NORMED_LATER):
+        if point.kind != "scale" and not later:
             return total
         normalized, scale = self._normalized(point, value, 0.0), self._scale(point, value, 0.0)
-        if point.kind == NORMED_LATER:
-            return (total - normalized * (total * normalized).mean(axis=-1, keepdims=True)) / scale
+        if later:
+            own = (total - normalized * (total * normalized).mean(axis=-1, keepdims=True)) / scale
+            return _flat(own.transpose(HEADS)) if flat else own
         return -(total * normalized).sum(axis=-1, keepdims=True) / scale
 
     def _of_copies(self, point: LensPoint, value: Array, by_name: Mapping[str, Array]) -> Array | None:

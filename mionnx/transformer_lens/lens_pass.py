@@ -238,7 +238,7 @@ class LensPass:
 
     def _shown(self, point: LensPoint, value: Array) -> Array:
         if point.kind in OF_TOKENS:
-            return OF_TOKENS[point.kind](self.bridge, self.ids, self.mask)
+            return OF_TOKENS[point.kind](self.bridge, self.ids, self.mask, point)
         shown = self.bridge.coordinates.show(point, value, self._mean(self._order(point)))
         rows = len(self.ids)
         if point.kind == "every row" and len(shown) != rows:

@@ -77,18 +77,27 @@ LENS_LOGITS = LensPoint("unembed.hook_out", "hook_logits", "logits")
 
 
 def lens_points(
-    hooks: Collection[str], layers: int, posts: Collection[int], names: Collection[str], adding: Collection[str] = ()
+    hooks: Collection[str],
+    layers: int,
+    names: Collection[str],
+    posts: Collection[int] = (),
+    bare: Collection[int] = (),
+    headed: bool = False,
+    adding: Collection[str] = (),
 ) -> list[LensPoint]:
     """The rows that a model and its bridge have, in the order in which a forward pass reaches them.
 
     Args:
         hooks: names of hook points of the model.
-        posts: layers that norm what they add (Gemma).
         names: those of the bridge.
+        posts: layers that norm what they add (Gemma).
+        bare: layers that read the stream without a norm (OLMo 2).
+        headed: queries and keys are normed by themselves, head by head (Qwen 3).
         adding: "attn", "mlp", where the module itself adds the stream to what it gives (BLOOM).
     """
     rows = [*_before(names)]
-    rows += (row for layer in range(layers) for row in _layer(layer, layer in posts, hooks, names, adding))
+    for layer in range(layers):
+        rows += _layer(layer, layer in posts, layer in bare, headed, hooks, names, adding)
     rows += _behind(HookPoint.ResidPost(layers - 1).name)
     return [_served(row, hooks) for row in rows if row.name in names and row.source in hooks]
 
@@ -129,7 +138,13 @@ def _norm(prefix: str, norm: str, source: str, *read_by: tuple[str, str]) -> Ite
 
 
 def _layer(
-    layer: int, post: bool, hooks: Collection[str], names: Collection[str], adding: Collection[str]
+    layer: int,
+    post: bool,
+    bare: bool,
+    headed: bool,
+    hooks: Collection[str],
+    names: Collection[str],
+    adding: Collection[str],
 ) -> Iterator[LensPoint]:
     b = f"blocks.{layer}."
     pre, mid, end = f"{b}hook_resid_pre", f"{b}hook_resid_mid", f"{b}hook_resid_post"
@@ -139,7 +154,8 @@ def _layer(
     yield LensPoint(f"{b}ln1.hook_in", pre, "stream", replaces=not parallel, lands="" if parallel else mid)
     normed = f"{b}attn.q_norm.hook_out" in names  # then hook_q and hook_k are what comes behind that norm
     products = {} if normed else {part: (f"{b}attn.hook_{part}", f"W_{part.upper()}") for part in "qkv"}
-    copied = {} if "attn" in adding else products  # else copies are of what comes behind ln1, and nothing serves them
+    # BLOOM's copies are of what comes behind ln1, and nothing serves them.
+    copied = {} if "attn" in adding or bare else products
     for part, (place, _) in copied.items():
         reader = ((place, f"W_{part.upper()}"),)
         yield LensPoint(f"{place}_input", pre, HEAD_COPIES + part.upper(), "ln1", False, lands=place, read_by=reader)
@@ -149,14 +165,19 @@ def _layer(
             f"{b}attn.hook_attn_in", pre, f"{HEAD_COPIES}QKV", "ln1", False, lands=every[0][0], read_by=every
         )
     yield from _norm(b, "ln1", pre, *products.values())
+    of = ("stream", "") if bare else ("norm of", "ln1")
     for name in ("ln1.hook_out", "attn.hook_in"):
-        yield LensPoint(f"{b}{name}", pre, "norm of", "ln1", False, read_by=(*products.values(),))
+        yield LensPoint(f"{b}{name}", pre, *of, False, read_by=(*products.values(),))
     for part in "qkv":
         own = (products[part],) if products else ()
-        yield LensPoint(f"{b}attn.{part}.hook_in", pre, "norm of", "ln1", False, read_by=own)
+        yield LensPoint(f"{b}attn.{part}.hook_in", pre, *of, False, read_by=own)
+    for part in "qk" if normed and headed else ():
+        yield from _before_head_norm(b, part, pre)
     for part in "qkv":
         name = f"{part}_norm" if normed and part != "v" else part
-        yield LensPoint(f"{b}attn.{name}.hook_out", f"{b}attn.hook_{part}", "values" if part == "v" else "heads")
+        kind = "values" if part == "v" else "plain" if normed and headed else "heads"
+        for place in (f"{name}.hook_out", f"hook_{part}_normed"):
+            yield LensPoint(f"{b}attn.{place}", f"{b}attn.hook_{part}", kind)
     for part in ("cos", "sin"):
         yield LensPoint(f"{b}attn.hook_{part}", pre, part, replaces=False)
     for part in ("rot_q", "rot_k"):
@@ -179,9 +200,10 @@ def _layer(
         yield LensPoint(f"{b}{name}", read, "stream", replaces=not parallel, lands="" if parallel else end)
     yield from _norm(b, "ln2", read, (f"{b}mlp.hook_pre", ""))
     for name in ("ln2.hook_out", "mlp.hook_in"):
-        yield LensPoint(f"{b}{name}", f"{b}mlp.hook_pre", "normed", "ln2")
+        yield LensPoint(f"{b}{name}", f"{b}mlp.hook_pre", "plain" if bare else "normed", "ln2")
+    read = ("plain", "") if bare else ("normed", "ln2")
     for name, product in (("gate", (f"{b}mlp.hook_gate", "W_gate")), ("in", (f"{b}mlp.hook_up", "W_in"))):
-        yield LensPoint(f"{b}mlp.{name}.hook_in", f"{b}mlp.hook_pre", "normed", "ln2", False, read_by=(product,))
+        yield LensPoint(f"{b}mlp.{name}.hook_in", f"{b}mlp.hook_pre", *read, False, read_by=(product,))
     yield LensPoint(f"{b}mlp.gate.hook_out", f"{b}mlp.hook_gate")
     yield LensPoint(f"{b}mlp.in.hook_out", f"{b}mlp.hook_up")
     yield LensPoint(f"{b}mlp.out.hook_in", f"{b}mlp.hook_act")
@@ -195,6 +217,16 @@ def _layer(
         yield from _norm(b, "ln2_post", f"{b}mlp.hook_post", (added, ""))
     yield LensPoint(f"{b}ln2_post.hook_out", added, "part")
     yield LensPoint(f"{b}hook_out", end, "stream")
+
+
+def _before_head_norm(block: str, part: str, stream: str) -> Iterator[LensPoint]:
+    """Queries or keys before their norm, which the graph does not name: products of the stream."""
+    place, kind, norm = f"{block}attn.hook_{part}", f"W_{part.upper()} product", f"{part}_norm"
+    for end, of in ((f"{part}.hook_out", "heads of "), (f"{norm}.hook_in", "")):
+        yield LensPoint(f"{block}attn.{end}", stream, f"{of}{kind}", norm, False, lands=place, read_by=((place, ""),))
+    for of in ("scale", "normalized"):
+        end = f"attn.{norm}.hook_{of}"
+        yield LensPoint(f"{block}{end}", stream, f"{of} of {kind}", norm, False, read_by=((place, ""),))
 
 
 def _before_norm(name: str, block: str, kind: str) -> LensPoint:
