@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from mionnx.analysis.weights.graph_weights import repeated
 from mionnx.analysis.weights.weights import Weights
 from mionnx.errors import HookError
-from mionnx.transformer_lens.lens_points import HEAD_COPIES, LensPoint
+from mionnx.transformer_lens.lens_points import BEFORE, HEAD_COPIES, LensPoint
 
 Array = NDArray[Any]
 LOWEST = float(np.finfo(np.float32).min)  # of masked scores in TransformerLens
@@ -261,7 +261,9 @@ class Coordinates:
         if point.kind.startswith(HEAD_COPIES):
             shown = self.show(point, value)
             return self._of_copies(point, shown if left is None else left.reshape(shown.shape), by_name)
-        parts = [self._through(name, by_name[reader], point) for reader, name in point.read_by if reader in by_name]
+        known = [(reader, name) for reader, name in point.read_by if reader in by_name]
+        parts = [self._through(name, self._at_product(reader, name, point, value, by_name), point)
+                 for reader, name in known]  # fmt: skip
         if not parts:
             return None
         total = np.sum(parts, axis=0)
@@ -271,10 +273,10 @@ class Coordinates:
         left = None if left is None else self._as_before_norm(point, left)
         point, value = self._before_norm(point, value)
         value = value if left is None else left
-        later = flat or point.kind == NORMED_LATER
+        later = flat or point.kind in (NORMED_LATER, BEFORE)
         if point.kind in ("scale", "normalized") or later or self.norms:
             total = total * self._affine(point)[0]
-        if self.norms and self._norm(point).centred:  # what reads it has weights less their mean
+        if (self.norms or later) and self._norm(point).centred:  # what reads it has weights less their mean
             total = centred(total)
         if point.kind != "scale" and not later:
             return total
@@ -300,9 +302,22 @@ class Coordinates:
         along = (read * normalized).mean(axis=-1, keepdims=True)
         return (read - normalized * along) / self._scale(point, value, 0.0)
 
+    def _at_product(
+        self, reader: str, name: str, point: LensPoint, value: Array, by_name: Mapping[str, Array]
+    ) -> Array:
+        """The gradient by a product, where what reads it lies behind a norm of its own too."""
+        matrix, _, norm = name.partition(" of ")
+        if not norm:
+            return by_name[reader]
+        before = point._replace(kind=f"{matrix} product", norm=norm, read_by=((reader, ""),))
+        found = self.gradient_of_readers(before, value, by_name)
+        assert found is not None
+        return found
+
     def _through(self, name: str, gradient: Array, point: LensPoint) -> Array:
         if not name:
             return gradient
+        name = name.partition(" of ")[0]
         matrix = self.raw.reader.read(name, point.layer)
         heads = name in ("W_Q", "W_K", "W_V")
         return np.einsum("bhsd,hmd->bsm", gradient, matrix) if heads else gradient @ matrix.T
@@ -362,6 +377,7 @@ def _as_it_is(own: Coordinates, point: LensPoint, value: Array, mean: Array | fl
 
 SHOW_BY_KIND: dict[str, Callable[..., Array]] = {
     "stream": Coordinates._stream,
+    BEFORE: Coordinates._stream,
     "part": Coordinates._part,
     "every row": Coordinates._part,
     "heads": Coordinates._heads,

@@ -19,6 +19,7 @@ BYPASSED = {
 
 # Kinds of values on which no loss depends: what tokens alone tell, and what rotations read for its dtype.
 NO_GRADIENT = ("ids", "positions", "cos", "sin", "for its dtype")
+BEFORE = "stream before"  # the stream as one norm of several reads it
 HEAD_COPIES = "input of "  # of a kind: a copy of the stream for each head, read by these projections
 
 
@@ -151,11 +152,19 @@ def _layer(
     out, added = f"{b}hook_attn_out", f"{b}hook_mlp_out"
     parallel = mid not in hooks  # attention and MLP read the same stream
     yield LensPoint(f"{b}hook_in", pre, "stream")
-    yield LensPoint(f"{b}ln1.hook_in", pre, "stream", replaces=not parallel, lands="" if parallel else mid)
     normed = f"{b}attn.q_norm.hook_out" in names  # then hook_q and hook_k are what comes behind that norm
-    products = {} if normed else {part: (f"{b}attn.hook_{part}", f"W_{part.upper()}") for part in "qkv"}
+    products = {part: (f"{b}attn.hook_{part}", f"W_{part.upper()}") for part in "qkv"}
+    if normed:
+        products |= {part: (f"{b}attn.hook_{part}", f"W_{part.upper()} of {part}_norm") for part in "qk"}
+    products = products if headed or not normed else {}
+    # One norm may serve attention and MLP.
+    shared = ((f"{b}mlp.hook_pre", ""),) if parallel and f"{b}ln2.hook_in" not in names else ()
+    if parallel:
+        yield LensPoint(f"{b}ln1.hook_in", pre, BEFORE, "ln1", False, read_by=(*products.values(), *shared))
+    else:
+        yield LensPoint(f"{b}ln1.hook_in", pre, "stream", lands=mid)
     # BLOOM's copies are of what comes behind ln1, and nothing serves them.
-    copied = {} if "attn" in adding or bare else products
+    copied = {} if "attn" in adding or bare or normed else products
     for part, (place, _) in copied.items():
         reader = ((place, f"W_{part.upper()}"),)
         yield LensPoint(f"{place}_input", pre, HEAD_COPIES + part.upper(), "ln1", False, lands=place, read_by=reader)
@@ -164,10 +173,10 @@ def _layer(
         yield LensPoint(
             f"{b}attn.hook_attn_in", pre, f"{HEAD_COPIES}QKV", "ln1", False, lands=every[0][0], read_by=every
         )
-    yield from _norm(b, "ln1", pre, *products.values())
+    yield from _norm(b, "ln1", pre, *products.values(), *shared)
     of = ("stream", "") if bare else ("norm of", "ln1")
-    for name in ("ln1.hook_out", "attn.hook_in"):
-        yield LensPoint(f"{b}{name}", pre, *of, False, read_by=(*products.values(),))
+    for name, more in (("ln1.hook_out", shared), ("attn.hook_in", ())):
+        yield LensPoint(f"{b}{name}", pre, *of, False, read_by=(*products.values(), *more))
     for part in "qkv":
         own = (products[part],) if products else ()
         yield LensPoint(f"{b}attn.{part}.hook_in", pre, *of, False, read_by=own)
@@ -197,7 +206,10 @@ def _layer(
     yield LensPoint(f"{b}ln1_post.hook_out", out, "part")
     read = pre if parallel else mid
     for name in ("hook_mlp_in", "ln2.hook_in"):
-        yield LensPoint(f"{b}{name}", read, "stream", replaces=not parallel, lands="" if parallel else end)
+        if parallel:
+            yield LensPoint(f"{b}{name}", read, BEFORE, "ln2", False, read_by=((f"{b}mlp.hook_pre", ""),))
+        else:
+            yield LensPoint(f"{b}{name}", read, "stream", lands=end)
     yield from _norm(b, "ln2", read, (f"{b}mlp.hook_pre", ""))
     for name in ("ln2.hook_out", "mlp.hook_in"):
         yield LensPoint(f"{b}{name}", f"{b}mlp.hook_pre", "plain" if bare else "normed", "ln2")

@@ -64,9 +64,10 @@ def filters(both: Both, tokens: torch.Tensor) -> Found:
 
 
 def unserved(one: TransformerBridge, name: str) -> bool:
-    """BLOOM's embedding, whose norm the graph takes in; its copies for each head, which lie behind a norm."""
+    """BLOOM's embedding, whose norm the graph takes in; copies for each head that BLOOM and Qwen 3 norm otherwise."""
     before = "embed" in name and not name.endswith("embed_ln.hook_out")
-    return hasattr(one, "embed_ln") and (before or name.endswith(("_input", "hook_attn_in")))
+    otherwise = hasattr(one, "embed_ln") or "blocks.0.attn.q_norm.hook_in" in one.hook_dict
+    return (hasattr(one, "embed_ln") and before) or (otherwise and name.endswith(("_input", "hook_attn_in")))
 
 
 def flags(both: Both, tokens: torch.Tensor) -> Found:

@@ -1,17 +1,22 @@
 """What TransformerLens' notebooks do with a bridge, on this engine and on TransformerLens' own."""
 
 import shutil
+from typing import Any
 
 import pytest
-from families import CONFIGS, make_checkpoint
+from families import make_checkpoint
 from repository import REPOSITORY
 
 pytestmark = pytest.mark.slow
 TOLERANCE = 5e-5
-# Families whose modules add the stream themselves, and whose logits have a cap.
-OTHERS = {
+# Families whose modules add the stream themselves; whose logits have a cap; whose attention and MLP read the same
+# stream; whose queries have a norm of their own.
+OTHERS: dict[str, dict[str, Any]] = {
     "bloom": {"hidden_size": 64, "n_layer": 2, "n_head": 4},
-    "gemma2": {**CONFIGS["gemma2"], "pad_token_id": None},
+    "gemma2": {"pad_token_id": None},
+    "gpt_neox": {"pad_token_id": None},
+    "qwen3": {"pad_token_id": None},
+    "gemma3_text": {"pad_token_id": None},
 }
 
 
