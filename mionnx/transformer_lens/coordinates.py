@@ -379,6 +379,7 @@ SHOW_BY_KIND: dict[str, Callable[..., Array]] = {
     "stream": Coordinates._stream,
     BEFORE: Coordinates._stream,
     "part": Coordinates._part,
+    "for its dtype": Coordinates._part,
     "every row": Coordinates._part,
     "heads": Coordinates._heads,
     "values": Coordinates._values,

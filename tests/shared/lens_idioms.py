@@ -22,8 +22,8 @@ from mionnx import MIModel
 from mionnx.transformer_lens import bridge
 
 Both = tuple[TransformerBridge, TransformerBridge]
-# These names of a gated MLP are reached with folded weights too.
-MORE = ("mlp.gate.hook_in", "mlp.in.hook_in")
+# These names are reached here with folded weights too, and where queries, keys and values are one product.
+MORE = ("mlp.gate.hook_in", "mlp.in.hook_in", "attn.hook_rot_q", "attn.hook_rot_k")
 ACTING = ("blocks.0.attn.o.hook_out", "blocks.1.ln2_post.hook_in", "blocks.1.mlp.hook_out", "blocks.1.hook_attn_out",
           "blocks.0.attn.hook_q_input", "embed_ln.hook_out")  # fmt: skip
 FLAGS = ("use_attn_result", "use_split_qkv_input", "use_attn_in")
