@@ -5,8 +5,8 @@
 Each notebook runs in a process of its own. A cell that raises is recorded, and the next goes on. FOLDER/NAME/N.npz has
 the numbers that cell N made or changed, FOLDER/NAME.json what was printed, raised and how long it took. The variables
 that say what names mean are those of `tl_plugin`; MIONNX_TL_FILES has files by the end of their names on the hub,
-MIONNX_TL_CUT the cells that are left out, by notebook, MIONNX_TL_LIMIT the seconds of processor that a cell may take: one
-that takes longer is cut, and what it made is taken back.
+MIONNX_TL_CUT the cells that are left out, by notebook, MIONNX_TL_LIMIT the seconds of processor that a cell may take:
+one that takes longer is cut, and what it made is taken back.
 """
 
 import contextlib
@@ -84,6 +84,13 @@ def without_network() -> None:
         return original(name, *args, **{key: one for key, one in options.items() if key not in LEFT})
 
     TransformerBridge.boot_transformers = staticmethod(boot)
+    if os.environ["MIONNX_TL_ENGINE"] == "torch":  # with its cache of keys it gives other tokens under transformers 5
+        generate = TransformerBridge.generate
+
+        def without_cache(*args: Any, **options: Any) -> Any:
+            return generate(*args, **{"use_past_kv_cache": False, **options})
+
+        TransformerBridge.generate = without_cache
 
 
 def interactive() -> InteractiveShell:

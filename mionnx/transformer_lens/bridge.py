@@ -105,7 +105,8 @@ class OnnxBridge(TransformerBridge):
             parts = {name: getattr(self.blocks[0], name, None) for name in ("attn", "mlp")}
             adding = [name for name, part in parts.items() if _adds_stream(getattr(part, "original_component", None))]
             bare = [layer for layer in posts if not graph.has_norm("ln1", layer)]
-            headed = graph.has_norm("q_norm", 0) and graph.norm("q_norm", 0).weight.shape[-1] == self.cfg.d_head
+            weight = graph.norm("q_norm", 0).weight if graph.has_norm("q_norm", 0) else None
+            headed = weight is not None and weight.shape[-1] == self.cfg.d_head
             rows = lens_points(hooks, self.engine.num_layers, registry, posts, bare, headed, adding)
             if self.coordinates.cap or self.coordinates.factor != 1:
                 rows[-1] = rows[-1]._replace(kind="uncapped")

@@ -109,13 +109,13 @@ class Coordinates:
             return point, value
         weight, bias = (self.raw.reader.read(name, point.layer) for name in COMPUTED[product])
         if product == PROJECTED:
-            made = np.einsum("bshd,hdm->bsm", value, weight) + bias
+            entry = np.einsum("bshd,hdm->bsm", value, weight) + bias
         else:
             before = point._replace(norm="ln1")
             normed = self._normalized(before, value, 0.0) * self._affine(before)[0] + self._affine(before)[1]
-            made = np.einsum("bsm,hmd->bhsd", normed, weight) + bias[:, None]
+            entry = np.einsum("bsm,hmd->bhsd", normed, weight) + bias[:, None]
         kind = point.kind.removesuffix(product).removesuffix(" of ") or NORMED_LATER
-        return point._replace(kind=kind), made.astype(np.float32)
+        return point._replace(kind=kind), entry.astype(np.float32)
 
     def _as_before_norm(self, point: LensPoint, shown: Array) -> Array:
         """What a point shows in the layout in which its norm reads it."""
@@ -261,9 +261,9 @@ class Coordinates:
         if point.kind.startswith(HEAD_COPIES):
             shown = self.show(point, value)
             return self._of_copies(point, shown if left is None else left.reshape(shown.shape), by_name)
-        known = [(reader, name) for reader, name in point.read_by if reader in by_name]
+        readers = [(reader, name) for reader, name in point.read_by if reader in by_name]
         parts = [self._through(name, self._at_product(reader, name, point, value, by_name), point)
-                 for reader, name in known]  # fmt: skip
+                 for reader, name in readers]  # fmt: skip
         if not parts:
             return None
         total = np.sum(parts, axis=0)
@@ -310,9 +310,9 @@ class Coordinates:
         if not norm:
             return by_name[reader]
         before = point._replace(kind=f"{matrix} product", norm=norm, read_by=((reader, ""),))
-        found = self.gradient_of_readers(before, value, by_name)
-        assert found is not None
-        return found
+        gradient = self.gradient_of_readers(before, value, by_name)
+        assert gradient is not None
+        return gradient
 
     def _through(self, name: str, gradient: Array, point: LensPoint) -> Array:
         if not name:

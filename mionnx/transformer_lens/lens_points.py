@@ -98,7 +98,7 @@ def lens_points(
     """
     rows = [*_before(names)]
     for layer in range(layers):
-        rows += _layer(layer, layer in posts, layer in bare, headed, hooks, names, adding)
+        rows += _layer(Layer(layer, layer in posts, layer in bare, headed, hooks, names, adding))
     rows += _behind(HookPoint.ResidPost(layers - 1).name)
     return [_served(row, hooks) for row in rows if row.name in names and row.source in hooks]
 
@@ -138,19 +138,43 @@ def _norm(prefix: str, norm: str, source: str, *read_by: tuple[str, str]) -> Ite
         yield LensPoint(f"{prefix}{norm}.hook_{kind}", source, kind, norm, replaces=False, read_by=read_by)
 
 
-def _layer(
-    layer: int,
-    post: bool,
-    bare: bool,
-    headed: bool,
-    hooks: Collection[str],
-    names: Collection[str],
-    adding: Collection[str],
-) -> Iterator[LensPoint]:
-    b = f"blocks.{layer}."
-    pre, mid, end = f"{b}hook_resid_pre", f"{b}hook_resid_mid", f"{b}hook_resid_post"
-    out, added = f"{b}hook_attn_out", f"{b}hook_mlp_out"
-    parallel = mid not in hooks  # attention and MLP read the same stream
+class Layer(NamedTuple):
+    """A layer: what its model and its bridge have; see `lens_points`."""
+
+    number: int
+    post: bool
+    bare: bool
+    headed: bool
+    hooks: Collection[str]
+    names: Collection[str]
+    adding: Collection[str]
+
+    @property
+    def prefix(self) -> str:
+        """What its names begin with."""
+        return f"blocks.{self.number}."
+
+    @property
+    def streams(self) -> tuple[str, str, str]:
+        """The stream before, between and behind its halves."""
+        stream = f"{self.prefix}hook_resid_"
+        return f"{stream}pre", f"{stream}mid", f"{stream}post"
+
+    @property
+    def parallel(self) -> bool:
+        """Whether attention and MLP read the same stream."""
+        return self.streams[1] not in self.hooks
+
+
+def _layer(layer: Layer) -> Iterator[LensPoint]:
+    yield from _reads(layer)
+    yield from _heads(layer)
+    yield from _mlp(layer)
+
+
+def _reads(layer: Layer) -> Iterator[LensPoint]:
+    b, (pre, mid, _), parallel = layer.prefix, layer.streams, layer.parallel
+    names, headed = layer.names, layer.headed
     yield LensPoint(f"{b}hook_in", pre, "stream")
     normed = f"{b}attn.q_norm.hook_out" in names  # then hook_q and hook_k are what comes behind that norm
     products = {part: (f"{b}attn.hook_{part}", f"W_{part.upper()}") for part in "qkv"}
@@ -164,7 +188,7 @@ def _layer(
     else:
         yield LensPoint(f"{b}ln1.hook_in", pre, "stream", lands=mid)
     # BLOOM's copies are of what comes behind ln1, and nothing serves them.
-    copied = {} if "attn" in adding or bare or normed else products
+    copied = {} if "attn" in layer.adding or layer.bare or normed else products
     for part, (place, _) in copied.items():
         reader = ((place, f"W_{part.upper()}"),)
         yield LensPoint(f"{place}_input", pre, HEAD_COPIES + part.upper(), "ln1", False, lands=place, read_by=reader)
@@ -174,15 +198,14 @@ def _layer(
             f"{b}attn.hook_attn_in", pre, f"{HEAD_COPIES}QKV", "ln1", False, lands=every[0][0], read_by=every
         )
     yield from _norm(b, "ln1", pre, *products.values(), *shared)
-    of = ("stream", "") if bare else ("norm of", "ln1")
+    of = ("stream", "") if layer.bare else ("norm of", "ln1")
     for name, more in (("ln1.hook_out", shared), ("attn.hook_in", ())):
         yield LensPoint(f"{b}{name}", pre, *of, False, read_by=(*products.values(), *more))
     for part in "qkv":
-        own = (products[part],) if products else ()
-        yield LensPoint(f"{b}attn.{part}.hook_in", pre, *of, False, read_by=own)
-    for part in "qk" if normed and headed else ():
-        yield from _before_head_norm(b, part, pre)
-    for part in "qkv":
+        readers = (products[part],) if products else ()
+        yield LensPoint(f"{b}attn.{part}.hook_in", pre, *of, False, read_by=readers)
+        if part in "qk" and normed and headed:
+            yield from _before_head_norm(b, part, pre)
         name = f"{part}_norm" if normed and part != "v" else part
         kind = "values" if part == "v" else "plain" if normed and headed else "heads"
         for place in (f"{name}.hook_out", f"hook_{part}_normed"):
@@ -191,19 +214,29 @@ def _layer(
         yield LensPoint(f"{b}attn.hook_{part}", pre, part, replaces=False)
     for part in ("rot_q", "rot_k"):
         yield LensPoint(f"{b}attn.hook_{part}", f"{b}attn.hook_{part}")
+
+
+def _heads(layer: Layer) -> Iterator[LensPoint]:
+    b, (_, mid, _), out = layer.prefix, layer.streams, f"{layer.prefix}hook_attn_out"
+    post, names = layer.post, layer.names
     yield LensPoint(f"{b}attn.hook_attn_scores", f"{b}attn.hook_scores", "scores")
     yield LensPoint(f"{b}attn.hook_pattern", f"{b}attn.hook_pattern", "pattern")
     yield LensPoint(f"{b}attn.o.hook_in", f"{b}attn.hook_z", "z")
     yield LensPoint(f"{b}attn.hook_result", f"{b}attn.hook_z", "result", replaces=False, lands="" if post else out)
     inner = ("attn.hook_hidden_states",) if f"{b}attn.qkv.hook_in" in names else ()
     for name in ("attn.o.hook_out", *inner, "attn.hook_out"):
-        whole = "attn" in adding and name != "attn.o.hook_out"
-        own = LensPoint(f"{b}{name}", mid, "stream") if whole else LensPoint(f"{b}{name}", out, "part")
-        yield own if not post else _before_norm(f"{b}{name}", b, "projected")
+        sums = "attn" in layer.adding and name != "attn.o.hook_out"
+        plain = LensPoint(f"{b}{name}", mid, "stream") if sums else LensPoint(f"{b}{name}", out, "part")
+        yield plain if not post else _before_norm(f"{b}{name}", b, "projected")
     if post:
         for name, kind in (("in", ""), ("scale", "scale of "), ("normalized", "normalized of ")):
             yield _before_norm(f"{b}ln1_post.hook_{name}", b, f"{kind}projected")
     yield LensPoint(f"{b}ln1_post.hook_out", out, "part")
+
+
+def _mlp(layer: Layer) -> Iterator[LensPoint]:
+    b, (pre, mid, end), added = layer.prefix, layer.streams, f"{layer.prefix}hook_mlp_out"
+    post, parallel = layer.post, layer.parallel
     read = pre if parallel else mid
     for name in ("hook_mlp_in", "ln2.hook_in"):
         if parallel:
@@ -212,15 +245,15 @@ def _layer(
             yield LensPoint(f"{b}{name}", read, "stream", lands=end)
     yield from _norm(b, "ln2", read, (f"{b}mlp.hook_pre", ""))
     for name in ("ln2.hook_out", "mlp.hook_in"):
-        yield LensPoint(f"{b}{name}", f"{b}mlp.hook_pre", "plain" if bare else "normed", "ln2")
-    read = ("plain", "") if bare else ("normed", "ln2")
+        yield LensPoint(f"{b}{name}", f"{b}mlp.hook_pre", "plain" if layer.bare else "normed", "ln2")
+    kind, norm = ("plain", "") if layer.bare else ("normed", "ln2")
     for name, product in (("gate", (f"{b}mlp.hook_gate", "W_gate")), ("in", (f"{b}mlp.hook_up", "W_in"))):
-        yield LensPoint(f"{b}mlp.{name}.hook_in", f"{b}mlp.hook_pre", *read, False, read_by=(product,))
+        yield LensPoint(f"{b}mlp.{name}.hook_in", f"{b}mlp.hook_pre", kind, norm, False, read_by=(product,))
     yield LensPoint(f"{b}mlp.gate.hook_out", f"{b}mlp.hook_gate")
     yield LensPoint(f"{b}mlp.in.hook_out", f"{b}mlp.hook_up")
     yield LensPoint(f"{b}mlp.out.hook_in", f"{b}mlp.hook_act")
     for name in ("mlp.out.hook_out", "mlp.hook_out"):
-        if "mlp" in adding and name == "mlp.hook_out":
+        if "mlp" in layer.adding and name == "mlp.hook_out":
             yield LensPoint(f"{b}{name}", end, "stream")
         else:
             yield LensPoint(f"{b}{name}", f"{b}mlp.hook_post" if post else added, "plain" if post else "part")

@@ -49,7 +49,7 @@ def deaf(served: list[Live], others: Iterable[tuple[str, TheirHook]], silent: tu
     At some names TransformerLens calls none either: its pass does not reach them, or tokens have no gradient. A
     function that a filter of names put there and elsewhere stays; one that is at these alone could do nothing.
     """
-    found = []
+    nowhere = []
     for back in (False, True):
         called = [one for one in served if one.point.goes_back or not back]
         heard = {id(function) for one in called for function in _functions(one.hook, back)}
@@ -57,8 +57,8 @@ def deaf(served: list[Live], others: Iterable[tuple[str, TheirHook]], silent: tu
         places += [(name, hook, name.endswith(silent)) for name, hook in others]
         for name, hook, there_too in places:
             if any(not there_too or id(function) not in heard for function in _functions(hook, back)):
-                found.append(name)
-    return [*dict.fromkeys(found)]
+                nowhere.append(name)
+    return [*dict.fromkeys(nowhere)]
 
 
 class Live(NamedTuple):

@@ -150,10 +150,10 @@ def serve_module(bridge: Any) -> None:
         Raises:
             InputError: arguments that ask for more than logits and a loss.
         """
-        asked = [name for name, value in options.items() if value not in (None, False) and name not in MANNER]
-        if asked or input_ids is None:
+        others = [name for name, value in options.items() if value not in (None, False) and name not in MANNER]
+        if others or input_ids is None:
             raise InputError(
-                f"{', '.join(asked) or 'no input_ids'}: the module's pass runs on the engine, which takes input_ids, "
+                f"{', '.join(others) or 'no input_ids'}: the module's pass runs on the engine, which takes input_ids, "
                 "attention_mask, position_ids and labels; hidden states and patterns are values of hook points"
             )
         logits = bridge.forward(input_ids, attention_mask=attention_mask, position_ids=position_ids)

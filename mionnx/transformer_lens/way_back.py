@@ -104,10 +104,10 @@ class WayBack:
         """A source's value after its hooks, where its gradient depends on that."""
         return value + self.changes.get(point.source, np.float32(0)) if point.kind == "uncapped" else value
 
-    def of_weights(self, wanted: Sequence[int]) -> dict[int, torch.Tensor]:
+    def of_weights(self, places: Sequence[int]) -> dict[int, torch.Tensor]:
         """Gradients of weights, by their places among the free ones."""
-        found = gradients_of(self, [self._placed[index] for index in wanted], self._rests[1])
-        return dict(zip(wanted, found, strict=True))
+        gradients = gradients_of(self, [self._placed[index] for index in places], self._rests[1])
+        return dict(zip(places, gradients, strict=True))
 
     def places(self) -> Array:
         """The position of each token in its text."""

@@ -41,10 +41,10 @@ class WeightUse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         """Gradients of the weights that are asked for; `loss.backward()`, which names none, leaves theirs unset."""
-        wanted: list[int] = []
+        indices: list[int] = []
         if not _fills_every_leaf(ctx.leaf):
-            wanted = [index for index, node in enumerate(ctx.nodes) if torch._C._will_engine_execute_node(node)]
-        gradients = ctx.back.of_weights(wanted) if wanted else {}
+            indices = [index for index, node in enumerate(ctx.nodes) if torch._C._will_engine_execute_node(node)]
+        gradients = ctx.back.of_weights(indices) if indices else {}
         return (None, None, *(gradients.get(index) for index in range(len(ctx.nodes))))
 
 
@@ -73,12 +73,12 @@ class WeightViews:
             self._of, self.views = stamp, [one.parameter.view_as(one.parameter) for one in self.placed]
 
 
-def gradients_of(back: Any, wanted: Sequence[Placed], rests: Iterable[tuple[int, Array]]) -> list[torch.Tensor]:
+def gradients_of(back: Any, weights: Sequence[Placed], rests: Iterable[tuple[int, Array]]) -> list[torch.Tensor]:
     """Gradients of weights.
 
     Args:
         back: the way back of the pass.
-        wanted: the weights.
+        weights: the weights by which gradients are taken.
         rests: what goes back from each node of the pass: its number, the cotangent.
 
     Raises:
@@ -88,7 +88,7 @@ def gradients_of(back: Any, wanted: Sequence[Placed], rests: Iterable[tuple[int,
     points = bridge.lens_points()
     tied = [one for one in bridge.placed if one.module is bridge.embed or one.module is bridge.unembed]
     shared = tied if len(tied) > 1 and bridge.shares_embedding else []
-    sums = [_terms(bridge, points, shared if one in shared else [one]) for one in wanted]
+    sums = [_terms(bridge, points, shared if one in shared else [one]) for one in weights]
     behind = {point: None for terms in sums for _, _, point in terms}
     sources = {point.source for terms in sums for _, before, after in terms for point in (before, after) if point}
     values = _values(back, sources)
