@@ -20,6 +20,7 @@ Ten minutes; `--save` writes benchmarks/results/tl_notebooks.md.
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -202,6 +203,17 @@ def rows(found: dict[str, dict[str, Any]]) -> list[list[str]]:
     return table
 
 
+def gathered(found: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """What is apart, by notebook and cell; what differs in a number of a layer or a place alone is one row."""
+    counts: dict[tuple[str, str, str], int] = {}
+    for name, one in found.items():
+        for cell, said in one["apart"]:
+            text = said if said.startswith("prints") else re.sub(r"\d+(?=\.)|(?<=\[)\d+(?=\])", "N", said, count=2)
+            key = name, str(cell), plain(re.sub(r" by [\d.e+-]+$", "", text))
+            counts[key] = counts.get(key, 0) + 1
+    return [[*key, str(count)] for key, count in counts.items()]
+
+
 def plain(text: str) -> str:
     """A text that fits a cell of a table."""
     return " ".join(text.replace("|", "/").split())[:160]
@@ -226,11 +238,11 @@ def main() -> None:
     columns = ["notebook", "code cells", "cut", "run with TransformerLens' bridge", "run here", "passes here",
                "passes in torch", "values compared", "apart", "largest difference",
                "seconds with TransformerLens' bridge", "seconds here"]  # fmt: skip
-    apart = [[name, str(cell), plain(said)] for name, one in found.items() for cell, said in one["apart"]]
+    apart = gathered(found)
     alike = [[name, str(cell), plain(said)] for name, one in found.items() for cell, said, _ in one["alike"]]
     tables = [
         (columns, rows(found)),
-        (["apart", "cell", "what"], apart or [["none", "", ""]]),
+        (["apart", "cell", "what", "how often"], apart or [["none", "", "", ""]]),
         (["raise with both", "cell", "what TransformerLens' says"], alike or [["none", "", ""]]),
         (["left out", "why"], [[name, why] for name, why in OUT.items()]),
     ]

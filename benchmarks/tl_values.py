@@ -125,7 +125,7 @@ def _ordered(array: Array) -> Array:
     """Masked scores as one number; eigenvalues, of which none is first, by size: real parts, then imaginary ones."""
     if array.dtype.kind == "c":
         return np.concatenate([np.sort(array.real, axis=-1), np.sort(array.imag, axis=-1)], axis=-1)
-    return np.where(np.abs(array) > MASKED, np.sign(array) * np.inf, array)
+    return np.where(np.abs(array) > MASKED, np.copysign(np.inf, array), array)
 
 
 def texts_apart(want: str, got: str, tolerance: float) -> str:
