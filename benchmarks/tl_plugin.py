@@ -1,8 +1,8 @@
-"""The plugin of pytest with which `tl_tests.py` runs TransformerLens' tests: no network, and a bridge on the engine.
+"""No network, and a bridge on the engine: a plugin of pytest in `tl_tests.py`, imported by `tl_cells.py`.
 
-Names of models that the tests open mean checkpoints of its own, by the variable MIONNX_TL_MODELS, JSON. With
-MIONNX_TL_ENGINE=onnx, `TransformerBridge.boot_transformers` gives `mionnx.transformer_lens.bridge`; passes of its
-module in torch are counted, and written to MIONNX_TL_COUNTS.
+Names of models that are opened mean checkpoints of its own, by the variable MIONNX_TL_MODELS, JSON. With
+MIONNX_TL_ENGINE=onnx, `TransformerBridge.boot_transformers` gives `mionnx.transformer_lens.bridge`; passes of
+its blocks in torch are counted, and written to MIONNX_TL_COUNTS.
 """
 
 import json
@@ -56,6 +56,9 @@ def _on_the_engine() -> None:
     original = TransformerBridge.boot_transformers
     opened: dict[str, MIModel] = {}
 
+    def in_torch(*_: Any) -> None:
+        COUNTS["torch"] += 1
+
     def boot(name: str, *args: Any, **options: Any) -> Any:
         if str(name) not in MODELS or any(options.get(other) is not None for other in OTHER):
             return original(name, *args, **options)
@@ -64,14 +67,8 @@ def _on_the_engine() -> None:
             opened[folder] = MIModel.from_pretrained(folder, threads=1)
         COUNTS["bridges"] += 1
         made = bridge(opened[folder])
-        shell = made.original_model
-        forward = shell.forward
-
-        def counted(*args: Any, **options: Any) -> Any:
-            COUNTS["torch"] += 1
-            return forward(*args, **options)
-
-        shell.forward = counted
+        for block in made.blocks:
+            block.register_forward_pre_hook(in_torch)
         if (tokenizer := options.get("tokenizer")) is not None:
             made.tokenizer = tokenizer
         return made

@@ -15,11 +15,9 @@ Ten minutes; `--save` writes benchmarks/results/tl_tests.md.
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
-import tarfile
 import tempfile
 from collections import defaultdict
 from importlib.metadata import version
@@ -29,10 +27,9 @@ from xml.etree import ElementTree
 
 import torch
 from tables import present
-from tokenizers import ByteLevelBPETokenizer
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tl_checkpoints import checkpoint, environment, source, tokenizer
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-ROOT = Path(__file__).parents[1]
 GPT2 = (
     *("gpt2", "distilgpt2", "openai-community/gpt2", "gpt2-small", "distilbert/distilgpt2", "sshleifer/tiny-gpt2"),
     *("Intel/tiny-random-gpt2", "hyper-accel/tiny-random-gpt2", "NeelNanda/SoLU_2L512W_C4_Code", "solu-2l"),
@@ -48,24 +45,10 @@ WORDS = re.compile(
 )
 # Those of other families, of parts that no bridge of a decoder has, and of TransformerLens' own upkeep.
 OTHERS = re.compile(r"bloom|bert|olmo|granite|ssm|moe|audio|symbolic|jacobian|registry|hf_cache|doctest|orchestration")
-# Each is one token of GPT-2's.
-WORDS_OF_TESTS = (" London", " Paris", " Rome", " Berlin", " Moscow", " France", " Russia", " Spain", " Italy", " Mary")
-WORDS_OF_TESTS += (" John", " Tom", " James", " Dan", " Sid", " Martin", " Amy")
 LONGEST = 3600  # seconds of a part
 # A test that says so needs the network, or was not found: it says nothing of a bridge.
 NO_BRIDGE = ("huggingface.co", "collection failure")
-END = "<|endoftext|>"
 Results = dict[str, tuple[str, str]]  # test -> outcome, what it says
-
-
-def tokenizer(folder: Path) -> None:
-    """A byte-level tokenizer, as GPT-2's, trained on the READMEs."""
-    made = ByteLevelBPETokenizer()
-    texts = [str(path) for path in sorted(ROOT.rglob("README.md"))]
-    made.train(texts, vocab_size=2000 - len(WORDS_OF_TESTS), special_tokens=[END])
-    fast = PreTrainedTokenizerFast(tokenizer_object=made._tokenizer, bos_token=END, eos_token=END, unk_token=END)
-    fast.add_tokens([*WORDS_OF_TESTS])
-    fast.save_pretrained(folder)
 
 
 def checkpoints(folder: Path) -> dict[str, str]:
@@ -77,20 +60,9 @@ def checkpoints(folder: Path) -> dict[str, str]:
         LlamaConfig(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, hidden_size=64,
                     intermediate_size=160, max_position_embeddings=2048, **small)
     )  # fmt: skip
-    for name, model in (("gpt2", gpt2), ("llama", llama)):
-        model.save_pretrained(folder / name)
-        tokenizer(folder / name)
-    return {name: str(folder / "gpt2") for name in GPT2} | {name: str(folder / "llama") for name in LLAMA}
-
-
-def source(folder: Path) -> Path:
-    """Fetch and unpack the source distribution of the version that is installed."""
-    wanted = f"transformer-lens=={version('transformer-lens')}"
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:", "-d", folder, wanted]
-    subprocess.run([*map(str, command)], check=True)
-    with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
-        archive.extractall(folder, filter="data")
-    return next(path for path in folder.iterdir() if path.is_dir())
+    made = tokenizer()
+    where = checkpoint(folder / "gpt2", gpt2, made), checkpoint(folder / "llama", llama, made)
+    return dict.fromkeys(GPT2, where[0]) | dict.fromkeys(LLAMA, where[1])
 
 
 def run(
@@ -98,16 +70,12 @@ def run(
 ) -> tuple[Results, dict[str, int]]:
     """Run the tests; the outcome of each, and what was counted."""
     report, counts = folder / f"{engine}.xml", folder / f"{engine}.json"
-    environment = {
-        **os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TQDM_DISABLE": "1", "OMP_NUM_THREADS": "1",
-        "MIONNX_TL_MODELS": json.dumps(models), "MIONNX_TL_ENGINE": engine, "MIONNX_TL_COUNTS": str(counts),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")]), "MIONNX_CACHE": str(folder / "store"),
-    }  # fmt: skip
+    variables = environment(models, engine, folder / "store") | {"MIONNX_TL_COUNTS": str(counts)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tl_plugin", "-p", "no:cacheprovider", "-o", "addopts=",
                "--continue-on-collection-errors",
                f"--junitxml={report}", "--tb=line", *files]  # fmt: skip
     with (folder / f"{engine}.log").open("w") as log:
-        subprocess.run(command, cwd=where, env=environment, stdout=log, stderr=log, timeout=LONGEST)
+        subprocess.run(command, cwd=where, env=variables, stdout=log, stderr=log, timeout=LONGEST)
     results: Results = {}
     for case in ElementTree.parse(report).iter("testcase"):
         bad = [entry for entry in case if entry.tag in ("failure", "error", "skipped")]

@@ -141,7 +141,9 @@ def _groups(flow: Dataflow, hooks: Sequence[str]) -> list[list[str]]:
     bits = {hook: 1 << i for i, hook in enumerate(hooks)}  # sets of hooks are the bits of a number
     reached: dict[str, int] = {}  # value -> the hooks that it is, or depends on
     above: dict[str, int] = {}  # hook -> those that it depends on
-    for node, names in zip(flow.nodes, flow.reads, strict=True):
+    maker: dict[str, int] = {}
+    for number, (node, names) in enumerate(zip(flow.nodes, flow.reads, strict=True)):
+        maker |= dict.fromkeys(node.output, number)
         behind = 0
         for name in names:
             behind |= reached.get(name, 0)
@@ -150,10 +152,15 @@ def _groups(flow: Dataflow, hooks: Sequence[str]) -> list[list[str]]:
             above[name] = behind
     groups: list[list[str]] = [[]]
     current = 0  # the hooks of the last group
+    group_of: dict[int, int] = {}  # of nodes: values of one node are made in one segment, and cut there
     for hook in hooks:
+        if (group := group_of.get(maker[hook])) is not None:
+            groups[group].append(hook)
+            continue
         if above[hook] & current:
             groups.append([])
             current = 0
         groups[-1].append(hook)
+        group_of[maker[hook]] = len(groups) - 1
         current |= bits[hook]
     return groups

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,10 +31,12 @@ from mionnx.model import MIModel
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
 from mionnx.transformer_lens.coordinates import Coordinates, bases_of
-from mionnx.transformer_lens.lens_pass import LensPass, check_mask, positions, warn
+from mionnx.transformer_lens.lens_pass import LensPass, check_mask, warn
 from mionnx.transformer_lens.lens_points import LENS_LOGITS, LensPoint, lens_points
-from mionnx.transformer_lens.parameters import make_room, set_weights
+from mionnx.transformer_lens.parameters import make_room, serve_module, set_weights
 from mionnx.transformer_lens.patched_cells import PatchedCells
+from mionnx.transformer_lens.token_values import positions
+from mionnx.transformer_lens.weight_gradients import Placed, WeightViews
 from mionnx.transformer_lens.whole_cache import WholeCache
 
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -59,11 +63,14 @@ class OnnxBridge(TransformerBridge):
         engine: the model that runs.
         coordinates: what its values are shown in: those of the weights, or of folded ones.
         weight_bytes: bytes of weights that are views of the weight file, and of copies.
+        placed: its weights, and the modules that have them. weight_views: the same in torch's graph.
     """
 
     engine: MIModel
     coordinates: Coordinates
     weight_bytes: dict[str, int]
+    placed: list[Placed]
+    weight_views: WeightViews
     _weights_processed: bool
 
     def attach(self, engine: MIModel) -> OnnxBridge:
@@ -74,12 +81,16 @@ class OnnxBridge(TransformerBridge):
         )
         self.__dict__.update(_cells=PatchedCells(self), _whole=WholeCache(self))
         eps = float(getattr(self.cfg, "eps", 1e-5))
-        self.__dict__.update(coordinates=Coordinates(weights, weights, eps, weights))
+        cap = max(0.0, float(getattr(self.cfg, "output_logits_soft_cap", None) or 0.0))
+        factor = float(getattr(self.original_model.config, "logit_scale", None) or 1.0)
+        self.__dict__.update(coordinates=Coordinates(weights, weights, eps, weights, cap=cap, factor=factor))
         self._show(weights)
+        serve_module(self)
         return self
 
     def _show(self, weights: Weights) -> None:
-        self.__dict__.update(weight_bytes=set_weights(self, weights, self.engine.num_layers))
+        counts, placed = set_weights(self, weights, self.engine.num_layers)
+        self.__dict__.update(weight_bytes=counts, placed=placed, weight_views=WeightViews(self))
         self._register_all_aliases_recursive()  # else "b_out" is what the module began with
         self.__dict__.update(_versions=[(one, one._version) for one in self.original_model.parameters()])
 
@@ -91,9 +102,21 @@ class OnnxBridge(TransformerBridge):
             graph, model = self.coordinates.raw.graph, self.engine.hooked
             posts = [layer for layer in range(self.engine.num_layers) if graph.has_norm("ln1_post", layer)]
             hooks = {point.name for point in model.hook_points()}
-            rows = lens_points(hooks, self.engine.num_layers, posts, registry)
+            parts = {name: getattr(self.blocks[0], name, None) for name in ("attn", "mlp")}
+            adding = [name for name, part in parts.items() if _adds_stream(getattr(part, "original_component", None))]
+            bare = [layer for layer in posts if not graph.has_norm("ln1", layer)]
+            weight = graph.norm("q_norm", 0).weight if graph.has_norm("q_norm", 0) else None
+            headed = weight is not None and weight.shape[-1] == self.cfg.d_head
+            rows = lens_points(hooks, self.engine.num_layers, registry, posts, bare, headed, adding)
+            if self.coordinates.cap or self.coordinates.factor != 1:
+                rows[-1] = rows[-1]._replace(kind="uncapped")
             self.__dict__.update(_points=(stamp, {id(registry[row.name]): row for row in rows}))
         return self._points[1]
+
+    @property
+    def shares_embedding(self) -> bool:
+        """Whether the embedding is the unembedding too, one weight; folded ones are two."""
+        return bool(self.original_model.config.tie_word_embeddings) and not self._weights_processed
 
     def leading(self, source: str) -> list[str]:
         """Hook points of the graph that a value depends on, for gradients."""
@@ -245,7 +268,10 @@ class OnnxBridge(TransformerBridge):
             logging.warning("process_weights was already applied to this bridge. Skipping.")
             return
         raw = self.coordinates.raw
-        folded, foldings, bases = raw, {"norms": fold_ln}, {}
+        if fold_ln and not raw.graph.has_norm("ln1", 0):
+            raise HookError("fold_ln: layers read the stream without a norm here; process_weights(fold_ln=False)")
+        folded, bases = raw, {}
+        foldings: dict[str, Any] = {"norms": fold_ln}
         if fold_ln:
             folded = folded.fold_layer_norm()
         for wished, name, key in (
@@ -265,8 +291,9 @@ class OnnxBridge(TransformerBridge):
             before, folded = folded, folded.refactor_factored_attn_matrices()
             bases = bases_of(before, folded, self.engine.num_layers)
         self._weights_processed = True
-        coordinates = Coordinates(raw, folded, self.coordinates.eps, biased, **foldings, bases=bases)
-        self.__dict__.update(coordinates=coordinates)
+        # A factor of logits is folded into the unembedding.
+        coordinates = replace(self.coordinates, weights=folded, biased=biased, **foldings, bases=bases, factor=1.0)
+        self.__dict__.update(coordinates=coordinates, _points=(None, {}))
         self._show(folded)
 
     def hf_generate(self, *args: Any, **options: Any) -> Any:
@@ -292,6 +319,11 @@ class OnnxBridge(TransformerBridge):
         ]:
             raise InputError(f"to({', '.join(left)}): open the model there, MIModel.from_pretrained(provider=...)")
         return self
+
+
+def _adds_stream(module: Any) -> bool:
+    """Whether a module of transformers adds the stream to what it gives."""
+    return module is not None and "residual" in inspect.signature(module.forward).parameters
 
 
 def bridge(model: MIModel, tokenizer: Any = None) -> OnnxBridge:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from mionnx.analysis.weights.graph_weights import repeated
 from mionnx.analysis.weights.weights import Weights
 from mionnx.errors import HookError
-from mionnx.transformer_lens.lens_points import HEAD_COPIES, LensPoint
+from mionnx.transformer_lens.lens_points import BEFORE, HEAD_COPIES, LensPoint
 
 Array = NDArray[Any]
 LOWEST = float(np.finfo(np.float32).min)  # of masked scores in TransformerLens
@@ -27,6 +27,11 @@ HEADS = (0, 2, 1, 3)  # [batch, head, seq, head_dim] <-> [batch, seq, head, head
 
 
 OF_HEADS = ("heads", "values", "z")
+PROJECTED = "projected"
+# Ends of kinds that are computed of what goes into a norm: the weights that give it.
+COMPUTED = {PROJECTED: ("W_O", "b_O"), "W_Q product": ("W_Q", "b_Q"), "W_K product": ("W_K", "b_K")}
+NORMED_LATER = "normed later"
+LOGITS = ("logits", "changed logits")  # the latter are what hooks left; what hooks saw of them was centred
 
 
 def _flat(value: Array) -> Array:
@@ -71,6 +76,7 @@ class Coordinates:
         weights: those that the bridge shows, folded or not.
         biased: those whose biases of values are not folded yet.
         norms, stream, logits, values: which foldings are in force.
+        cap, factor: of logits behind the unembedding (Gemma 2, Cohere); 0 and 1 for none.
         bases: of queries, keys, values ("q", "k", "v"), where circuits are refactored: what they are multiplied with,
             [layer, head, d_head, d_head] in float64, and its inverse.
     """
@@ -83,6 +89,8 @@ class Coordinates:
     stream: bool = False
     logits: bool = False
     values: bool = False
+    cap: float = 0.0
+    factor: float = 1.0
     bases: Mapping[str, tuple[Array, Array]] = field(default_factory=dict)
 
     def show(self, point: LensPoint, value: Array, mean: Array | float = 0.0) -> Array:
@@ -91,7 +99,30 @@ class Coordinates:
         Args:
             mean: of a stream that hooks gave one, where the graph's own means nothing, [batch, seq, 1].
         """
+        point, value = self._before_norm(point, value)
         return np.ascontiguousarray(SHOW_BY_KIND.get(point.kind, _as_it_is)(self, point, value, mean))
+
+    def _before_norm(self, point: LensPoint, value: Array) -> tuple[LensPoint, Array]:
+        """What goes into a norm that the graph does not name, and its kind, where a point's value is that or of it."""
+        product = next((end for end in COMPUTED if point.kind.endswith(end)), "")
+        if not product:
+            return point, value
+        weight, bias = (self.raw.reader.read(name, point.layer) for name in COMPUTED[product])
+        if product == PROJECTED:
+            entry = np.einsum("bshd,hdm->bsm", value, weight) + bias
+        else:
+            before = point._replace(norm="ln1")
+            normed = self._normalized(before, value, 0.0) * self._affine(before)[0] + self._affine(before)[1]
+            entry = np.einsum("bsm,hmd->bhsd", normed, weight) + bias[:, None]
+        kind = point.kind.removesuffix(product).removesuffix(" of ") or NORMED_LATER
+        return point._replace(kind=kind), entry.astype(np.float32)
+
+    def _as_before_norm(self, point: LensPoint, shown: Array) -> Array:
+        """What a point shows in the layout in which its norm reads it."""
+        if not point.kind.startswith("heads of"):
+            return shown
+        heads = len(self.raw.reader.read(point.kind[-len("W_Q product") :].split()[0], point.layer))
+        return shown.reshape(*shown.shape[:2], heads, -1).transpose(HEADS)
 
     def _stream(self, point: LensPoint, value: Array, mean: Array | float) -> Array:
         return centred(value) + mean if self.stream else value
@@ -152,6 +183,19 @@ class Coordinates:
     def _logits(self, point: LensPoint, value: Array, mean: Array | float) -> Array:
         return centred(value) if self.logits else value
 
+    def _uncapped(self, point: LensPoint, value: Array, mean: Array | float) -> Array:
+        wide = value.astype(np.float64)
+        return ((self.cap * np.arctanh(wide / self.cap) if self.cap else wide) / self.factor).astype(np.float32)
+
+    def _capped(self, value: Array) -> Array:
+        scaled = value * np.float32(self.factor)
+        return self.cap * np.tanh(scaled / self.cap) if self.cap else scaled
+
+    def _slope(self, value: Array) -> Array:
+        """Of what comes behind the unembedding, at logits behind it."""
+        inside = (value.astype(np.float64) / self.cap) ** 2 if self.cap else np.zeros_like(value)
+        return (self.factor * (1 - inside)).astype(np.float32)
+
     def _scores(self, point: LensPoint, value: Array, mean: Array | float) -> Array:
         return np.where(np.isneginf(value), np.float32(LOWEST), value)
 
@@ -168,6 +212,8 @@ class Coordinates:
         elif point.kind == "normed" and self.norms:
             weight, bias = self._affine(point)
             own = (centred(value) if self._norm(point).centred else value) * weight + bias
+        elif point.kind == "uncapped":
+            own = self._capped(value)
         else:
             own = value
         return np.ascontiguousarray(own, like.dtype)
@@ -179,14 +225,19 @@ class Coordinates:
             normed = (self._normalized(point, value[:, :, : len(matrix)], 0.0) for value in (after, before))
             change = np.subtract(*normed) * self._affine(point)[0]
             return np.einsum("bshm,hmd->bhsd", change, matrix).astype(np.float32)
+        if point.kind.endswith((*COMPUTED,)):
+            own = (self._as_before_norm(point, value) for value in (after, before))
+            return np.subtract(*(self._normalized(point, value, 0.0) for value in own)) * self._affine(point)[0]
         return (after - before).sum(axis=2) if point.kind == "result" else after - before
 
-    def gradient(self, point: LensPoint, own: Array, landing: Array | None) -> Array:
-        """The gradient by the value at a point, made of those by its source and by where it lands."""
+    def gradient(self, point: LensPoint, own: Array, landing: Array | None, value: Array) -> Array:
+        """The gradient by the value at a point, made of those by its source, of this value, and by where it lands."""
         if not point.replaces and landing is not None:
             heads = own.shape[2] if point.kind == "result" else 0
             return np.repeat(landing[:, :, None], heads, axis=2) if heads else landing
         left = own if landing is None else own - landing
+        if point.kind == "uncapped":
+            return left * self._slope(value)
         if point.kind == "normed" and self.norms:
             left = left * self._affine(point)[0]
             return centred(left) if self._norm(point).centred else left
@@ -195,21 +246,44 @@ class Coordinates:
         left = left if point.kind == "z" else left.transpose(HEADS)
         return _flat(self._turned(point, left, back=True, transposed=True))
 
-    def gradient_of_readers(self, point: LensPoint, value: Array, by_name: Mapping[str, Array]) -> Array | None:
-        """The gradient by what is computed of a source's value, made of those by what reads it; None without any."""
+    def passed_on(self, gradient: Array, before: Array, after: Array) -> Array:
+        """A gradient by logits before the cap, with the slope of the cap before hooks for that after them."""
+        return gradient * self._slope(before) / self._slope(after)
+
+    def gradient_of_readers(
+        self, point: LensPoint, value: Array, by_name: Mapping[str, Array], left: Array | None = None
+    ) -> Array | None:
+        """The gradient by what is computed of a source's value, made of those by what reads it; None without any.
+
+        Args:
+            left: what hooks left of the value at the point, if any were there.
+        """
         if point.kind.startswith(HEAD_COPIES):
-            return self._of_copies(point, value, by_name)
-        parts = [self._through(name, by_name[reader], point) for reader, name in point.read_by if reader in by_name]
+            shown = self.show(point, value)
+            return self._of_copies(point, shown if left is None else left.reshape(shown.shape), by_name)
+        readers = [(reader, name) for reader, name in point.read_by if reader in by_name]
+        parts = [self._through(name, self._at_product(reader, name, point, value, by_name), point)
+                 for reader, name in readers]  # fmt: skip
         if not parts:
             return None
         total = np.sum(parts, axis=0)
-        if point.kind in ("scale", "normalized") or self.norms:
+        if not point.norm:
+            return total
+        flat = point.kind.startswith("heads of")
+        left = None if left is None else self._as_before_norm(point, left)
+        point, value = self._before_norm(point, value)
+        value = value if left is None else left
+        later = flat or point.kind in (NORMED_LATER, BEFORE)
+        if point.kind in ("scale", "normalized") or later or self.norms:
             total = total * self._affine(point)[0]
-        if self.norms and self._norm(point).centred:  # what reads it has weights less their mean
+        if (self.norms or later) and self._norm(point).centred:  # what reads it has weights less their mean
             total = centred(total)
-        if point.kind != "scale":
+        if point.kind != "scale" and not later:
             return total
         normalized, scale = self._normalized(point, value, 0.0), self._scale(point, value, 0.0)
+        if later:
+            own = (total - normalized * (total * normalized).mean(axis=-1, keepdims=True)) / scale
+            return _flat(own.transpose(HEADS)) if flat else own
         return -(total * normalized).sum(axis=-1, keepdims=True) / scale
 
     def _of_copies(self, point: LensPoint, value: Array, by_name: Mapping[str, Array]) -> Array | None:
@@ -220,23 +294,39 @@ class Coordinates:
         if not (readers := [(name, by_name[reader]) for reader, name in point.read_by if reader in by_name]):
             return None
         matrices = {name: self.raw.reader.read(name, point.layer) for name, _ in readers}
-        read = np.zeros((*value.shape[:2], max(map(len, matrices.values())), value.shape[-1]), np.float32)
+        read = np.zeros(value.shape, np.float32)
         for name, own in readers:
             read[:, :, : len(matrices[name])] += np.einsum("bhsd,hmd->bshm", own, matrices[name])
-        normalized, read = self._normalized(point, value, 0.0)[:, :, None], read * self._affine(point)[0]
+        normalized, read = self._normalized(point, value, 0.0), read * self._affine(point)[0]
         read = centred(read) if self._norm(point).centred else read
         along = (read * normalized).mean(axis=-1, keepdims=True)
-        return (read - normalized * along) / self._scale(point, value, 0.0)[:, :, None]
+        return (read - normalized * along) / self._scale(point, value, 0.0)
+
+    def _at_product(
+        self, reader: str, name: str, point: LensPoint, value: Array, by_name: Mapping[str, Array]
+    ) -> Array:
+        """The gradient by a product, where what reads it lies behind a norm of its own too."""
+        matrix, _, norm = name.partition(" of ")
+        if not norm:
+            return by_name[reader]
+        before = point._replace(kind=f"{matrix} product", norm=norm, read_by=((reader, ""),))
+        gradient = self.gradient_of_readers(before, value, by_name)
+        assert gradient is not None
+        return gradient
 
     def _through(self, name: str, gradient: Array, point: LensPoint) -> Array:
         if not name:
             return gradient
+        name = name.partition(" of ")[0]
         matrix = self.raw.reader.read(name, point.layer)
         heads = name in ("W_Q", "W_K", "W_V")
         return np.einsum("bhsd,hmd->bsm", gradient, matrix) if heads else gradient @ matrix.T
 
-    def cotangent(self, point: LensPoint, shown: Array, like: tuple[int, ...]) -> Array:
-        """A cotangent of the value at a point as one of its source, of a shape."""
+    def cotangent(self, point: LensPoint, shown: Array, value: Array) -> Array:
+        """A cotangent of the value at a point as one of its source, whose value is given."""
+        like = value.shape
+        if point.kind == "uncapped":
+            return shown / np.maximum(self._slope(value), np.finfo(np.float32).tiny)
         if point.kind == "result":
             own = np.einsum("bshm,hdm->bshd", shown, self.weights.W_O[point.layer])
             return self._turned(point, own, transposed=True)
@@ -247,7 +337,7 @@ class Coordinates:
         if point.kind == "normed" and self.norms:
             weight = self._affine(point)[0]
             return shown / np.where(weight == 0, np.inf, weight)
-        if (point.kind in ("stream", "part") and self.stream) or (point.kind == "logits" and self.logits):
+        if (point.kind in ("stream", "part") and self.stream) or (point.kind in LOGITS and self.logits):
             return centred(shown)
         return shown.reshape(like)
 
@@ -287,7 +377,9 @@ def _as_it_is(own: Coordinates, point: LensPoint, value: Array, mean: Array | fl
 
 SHOW_BY_KIND: dict[str, Callable[..., Array]] = {
     "stream": Coordinates._stream,
+    BEFORE: Coordinates._stream,
     "part": Coordinates._part,
+    "for its dtype": Coordinates._part,
     "every row": Coordinates._part,
     "heads": Coordinates._heads,
     "values": Coordinates._values,
@@ -299,5 +391,6 @@ SHOW_BY_KIND: dict[str, Callable[..., Array]] = {
     **dict.fromkeys((HEAD_COPIES + parts for parts in ("Q", "K", "V", "QKV")), Coordinates._input),
     "normed": Coordinates._normed,
     "logits": Coordinates._logits,
+    "uncapped": Coordinates._uncapped,
     "scores": Coordinates._scores,
 }

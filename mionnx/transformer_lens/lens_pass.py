@@ -7,67 +7,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from transformer_lens.hook_points import HookPoint as TheirHook
 
 from mionnx.errors import HookError, InputError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.transformer_lens.coordinates import Array
-from mionnx.transformer_lens.lens_points import LENS_LOGITS, SILENT, LensPoint
+from mionnx.transformer_lens.lens_points import LENS_LOGITS, NO_GRADIENT, SILENT, LensPoint, bypassed
+from mionnx.transformer_lens.live_hooks import Live, deaf, goes_back, has_hooks
+from mionnx.transformer_lens.token_values import OF_TOKENS
 from mionnx.transformer_lens.way_back import WayBack
-
-# Hooks of TransformerLens that store what they see, and whose cache nobody reads before the pass ends.
-STOPPING = "run_with_cache.<locals>.stop_hook"
-STORING_FOR_HOOKS = "get_caching_hooks.<locals>.save_hook"  # into a dictionary that other hooks may read
-ATTRIBUTION = "cache_activation_and_gradient.<locals>.make_{}_hook.<locals>.hook"
-STORING = (
-    "run_with_cache.<locals>.make_cache_hook.<locals>.cache_hook", STOPPING, STORING_FOR_HOOKS,
-    ATTRIBUTION.format("fwd"),
-)  # fmt: skip
-STORING_BACK = (
-    "run_with_cache.<locals>.make_grad_cache_hook.<locals>.grad_hook", STORING_FOR_HOOKS, ATTRIBUTION.format("bwd"),
-)  # fmt: skip
-
-
-def _called(handle: Any) -> str:
-    function = handle.user_hook
-    while hasattr(function, "func"):
-        function = function.func
-    return getattr(function, "__qualname__", "")
-
-
-@cache
-def _storing(called: str) -> str:
-    """Which of the storing hooks a function is, by its name; "" for another."""
-    return next((end for end in STORING if called.endswith(end)), "")
-
-
-def _stores_back(hook: TheirHook) -> bool:
-    return all(_called(handle).endswith(STORING_BACK) for handle in getattr(hook, "bwd_hooks", ()))
-
-
-class Live(NamedTuple):
-    """A point with hooks: whether these only store what they see, store it for other hooks, or end the pass."""
-
-    point: LensPoint
-    hook: TheirHook
-    stores: bool
-    keeps: bool
-    stops: bool
-
-    @classmethod
-    def of(cls, point: LensPoint, hook: TheirHook) -> Live:
-        """Look at the hooks of a point, or at the module that stands in its place."""
-        if not isinstance(hook, TheirHook):  # an autoencoder
-            return cls(point, hook, False, False, False)
-        kinds = {_storing(_called(handle)) for handle in hook.fwd_hooks}
-        return cls(point, hook, "" not in kinds, STORING_FOR_HOOKS in kinds, STOPPING in kinds)
 
 
 class LensPass:
@@ -78,11 +31,12 @@ class LensPass:
         self._live = self._hooks()
         self._waits: dict[str, Array] = {}  # what hooks change elsewhere, by where it lands
         self._means: list[tuple[int, bool, Array]] = []  # of the stream: order, whether it replaces, mean
+        self._first_mean = self._mean_of_embedding()
         self._sums: dict[str, Array] = {}  # by the z of a changed pattern
         self._kept: dict[tuple[str, str, str], Array] = {}  # what hooks store, by what it is
         self._logits = LENS_LOGITS
         self._edits = any(not one.stores for one in self._live)
-        alive = self._edits or any(_goes_back(one.hook) for one in self._live)
+        alive = self._edits or any(goes_back(one.hook) for one in self._live)
         self.back = WayBack(bridge, ids, mask, spec) if alive and torch.is_grad_enabled() else None
 
     def _hooks(self) -> list[Live]:
@@ -91,17 +45,18 @@ class LensPass:
         live = {id(hook): (getattr(hook, "name", name) or name, hook) for name, hook in registry.items()
                 if has_hooks(hook)}  # fmt: skip
         live = {key: pair for key, pair in live.items() if self.bridge._gated_hook_reason(pair[0]) is None}
-        points = self.bridge.lens_points().items()
+        beyond = bypassed(self.bridge.cfg)
+        points = ((key, point) for key, point in self.bridge.lens_points().items() if not point.name.endswith(beyond))
         served = [Live.of(point, live.pop(key)[1]) for key, point in points if key in live]
         # Hooks inside a module in a point's place are called by it.
         inner = tuple(f"{name}." for name, hook in registry.items() if not isinstance(hook, TheirHook))
         live = {key: pair for key, pair in live.items() if not pair[0].startswith(inner)}
-        deaf = [name for name, hook in live.values() if not all(_storing(_called(one)) for one in hook.fwd_hooks)]
-        deaf += [one.point.name for one in served if not (one.point.goes_back or _stores_back(one.hook))]
-        if deaf:
-            raise HookError(f"{', '.join(deaf[:6])}: the graph has no such value, and hooks there could do nothing")
-        if left := {name for name, _ in live.values() if not name.endswith(SILENT)} | {
-            one.point.name for one in served if not one.point.goes_back and _goes_back(one.hook)
+        if nowhere := deaf(served, live.values(), (*SILENT, *beyond)):
+            raise HookError(f"{', '.join(nowhere[:6])}: the graph has no such value, and hooks there could do nothing")
+        if left := {name for name, _ in live.values() if not name.endswith((*SILENT, *beyond))} | {
+            one.point.name
+            for one in served
+            if not one.point.goes_back and goes_back(one.hook) and one.point.kind not in NO_GRADIENT
         }:
             self.bridge.warn_once(left)
         return served
@@ -139,7 +94,7 @@ class LensPass:
         return point.layer < stop if inside else not point.name.startswith(("ln_final", "unembed"))
 
     def _stores(self, one: Live) -> bool:
-        return one.stores and not (self._edits and (_goes_back(one.hook) or one.keeps))
+        return one.stores and not (self._edits and (goes_back(one.hook) or one.keeps))
 
     def _run(self, acting: list[Live], read: list[Live], end: Any, logits: bool, past: Any, use_cache: bool) -> Any:
         engine = self.bridge.engine
@@ -218,7 +173,7 @@ class LensPass:
         if point.lands and not same:
             self._land(point.lands, -change)
         if point.kind == "logits":
-            self._logits = LENS_LOGITS._replace(kind="plain")
+            self._logits = LENS_LOGITS._replace(kind="changed logits")
         if point.kind == "pattern" and coordinates.values:
             self._sums[point.beside] = after.sum(axis=-1)
         self._change(point.source, change)
@@ -245,11 +200,18 @@ class LensPass:
         return self.bridge.engine.hooked.order[point.source]
 
     def _mean(self, order: int) -> Any:
-        mean: Any = np.float32(0)
+        mean: Any = self._first_mean
         for at, replaces, own in self._means:
             if at <= order:
                 mean = own if replaces else mean + own
         return mean
+
+    def _mean_of_embedding(self) -> Any:
+        """What a stream of centred weights has as its mean: that of a normed embedding, which no centring takes out."""
+        if not (self.bridge.coordinates.stream and hasattr(self.bridge, "embed_ln")):
+            return np.float32(0)
+        cache = self.bridge.engine.forward(self.ids, HookSpec().capture("hook_embed"), logits=False)
+        return np.asarray(cache["hook_embed"]).mean(axis=-1, keepdims=True)
 
     def _see(self, one: Live, value: Array, sharing: bool = False) -> tuple[Array, Any, bool]:
         """Call the hooks of a point: what they saw, what they left, whether that is the same tensor.
@@ -259,7 +221,7 @@ class LensPass:
         """
         point, hook = one.point, one.hook
         shown = self._once(point, value) if sharing else self._shown(point, value)
-        back = self.back if point.goes_back and (_goes_back(hook) or not self._stores(one)) else None
+        back = self.back if point.goes_back and (goes_back(hook) or not self._stores(one)) else None
         seen = shown if sharing else shown.copy()
         tensor = torch.from_numpy(seen) if back is None else back.node(point, seen, value)
         result = hook(tensor)
@@ -276,7 +238,7 @@ class LensPass:
 
     def _shown(self, point: LensPoint, value: Array) -> Array:
         if point.kind in OF_TOKENS:
-            return OF_TOKENS[point.kind](self.bridge, self.ids, self.mask)
+            return OF_TOKENS[point.kind](self.bridge, self.ids, self.mask, point)
         shown = self.bridge.coordinates.show(point, value, self._mean(self._order(point)))
         rows = len(self.ids)
         if point.kind == "every row" and len(shown) != rows:
@@ -288,43 +250,6 @@ class LensPass:
         if self.back is None or not self.back.tensors:
             return torch.from_numpy(np.array(shown))
         return self.back.node(point, np.array(shown), value)
-
-
-def has_hooks(hook: Any) -> bool:
-    """Whether a point has any hooks, or another module in its place."""
-    return not isinstance(hook, TheirHook) or bool(hook.fwd_hooks or hook.bwd_hooks)
-
-
-def _goes_back(hook: Any) -> bool:
-    return bool(getattr(hook, "bwd_hooks", ()))
-
-
-def _ids(bridge: Any, ids: Array, mask: Array | None) -> Array:
-    return ids
-
-
-def positions(ids: Array, mask: Array | None) -> NDArray[np.int64]:
-    """The position of each token in its text, [batch, seq]."""
-    if mask is None:
-        return np.broadcast_to(np.arange(ids.shape[1]), ids.shape).copy()
-    return np.maximum(np.cumsum(mask, axis=1) - 1, 0)
-
-
-def _positions(bridge: Any, ids: Array, mask: Array | None) -> Array:
-    return positions(ids, mask)[:1]
-
-
-def _rotary(part: int) -> Any:
-    def of(bridge: Any, ids: Array, mask: Array | None) -> Array:
-        module = bridge.rotary_emb.original_component
-        one = torch.zeros(1, ids.shape[1], 1)
-        return module(one, torch.from_numpy(positions(ids, mask)[:1]))[part].numpy()
-
-    return of
-
-
-# Values that tokens alone tell.
-OF_TOKENS: dict[str, Any] = {"ids": _ids, "positions": _positions, "cos": _rotary(0), "sin": _rotary(1)}
 
 
 def check_mask(mask: Any, ids: Array) -> Array | None:

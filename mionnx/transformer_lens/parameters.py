@@ -1,4 +1,4 @@
-"""The weights of a bridge: views of the graph's own, by TransformerLens' names; folded ones are arrays of their own."""
+"""The module of a bridge: its weights, views of the graph's own or arrays of folded ones, and a pass on the engine."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from transformers.modeling_outputs import CausalLMOutput
 
 from mionnx.analysis.weights.weights import Weights
 from mionnx.errors import HookError, InputError, MIError
+from mionnx.transformer_lens.weight_gradients import Placed
 
 Array = NDArray[Any]
+# Arguments of transformers that say how, and not what: without a cache or lists of states they change nothing here.
+MANNER = ("use_cache", "return_dict")
 NORMS = ("ln1", "ln1_post", "ln2", "ln2_post")
 
 
@@ -24,12 +28,12 @@ def make_room(module: torch.nn.Module) -> None:
                 part._parameters[key] = torch.nn.Parameter(torch.empty(parameter.shape), requires_grad=False)
 
 
-def set_weights(bridge: Any, weights: Weights, layers: int) -> dict[str, int]:
-    """Give the modules of a bridge these weights: the bytes of views, and those of copies.
+def set_weights(bridge: Any, weights: Weights, layers: int) -> tuple[dict[str, int], list[Placed]]:
+    """Give the modules of a bridge these weights: the bytes of views, and those of copies; where each has gone.
 
     A weight that the graph does not name stays on torch's device "meta", which holds no numbers and refuses to be read.
     """
-    counts, placed = {"views": 0, "copies": 0}, set[int]()
+    counts, places = {"views": 0, "copies": 0}, list[Placed]()
     for module, key, array, vector in _named(bridge, weights, layers):
         own = getattr(module, "original_component", module)
         if vector is None:
@@ -44,13 +48,14 @@ def set_weights(bridge: Any, weights: Weights, layers: int) -> dict[str, int]:
         elif old is not None or bool(tensor.any()):
             parameter = torch.nn.Parameter(tensor)
             setattr(own, key, parameter)
-            placed.add(id(parameter))
+            places.append(Placed(module, key, parameter, vector is None and type(own).__name__ != "Conv1D"))
+    placed = {id(one.parameter) for one in places}
     for part in {*bridge.modules(), *bridge.original_model.modules()}:
         for key, parameter in part._parameters.items():
             if parameter is not None and id(parameter) not in placed:
                 empty = torch.empty(parameter.shape, device="meta")
                 part._parameters[key] = torch.nn.Parameter(empty)
-    return counts
+    return counts, places
 
 
 def _named(bridge: Any, weights: Weights, layers: int) -> Iterator[tuple[Any, str, Array, bool | None]]:
@@ -131,3 +136,30 @@ def _private(array: Array) -> Array | None:
     start = array.__array_interface__["data"][0] - base.__array_interface__["data"][0] + base.offset
     raw = np.memmap(base.filename, np.uint8, "c")
     return np.ndarray(array.shape, array.dtype, raw, start, array.strides)
+
+
+def serve_module(bridge: Any) -> None:
+    """Give the module of a bridge a forward that runs the bridge: logits, and the loss where it is given labels."""
+    module = bridge.original_model
+
+    def forward(
+        input_ids: Any = None, attention_mask: Any = None, labels: Any = None, position_ids: Any = None, **options: Any
+    ) -> CausalLMOutput:
+        """Run the engine.
+
+        Raises:
+            InputError: arguments that ask for more than logits and a loss.
+        """
+        others = [name for name, value in options.items() if value not in (None, False) and name not in MANNER]
+        if others or input_ids is None:
+            raise InputError(
+                f"{', '.join(others) or 'no input_ids'}: the module's pass runs on the engine, which takes input_ids, "
+                "attention_mask, position_ids and labels; hidden states and patterns are values of hook points"
+            )
+        logits = bridge.forward(input_ids, attention_mask=attention_mask, position_ids=position_ids)
+        loss = None
+        if labels is not None:
+            loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return CausalLMOutput(loss=loss, logits=logits)
+
+    module.forward = forward

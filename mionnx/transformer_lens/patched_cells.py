@@ -24,8 +24,8 @@ from mionnx.rewrite.plan import Edit
 from mionnx.run.segments import EMBEDDING, Arrays, Rows, Segments
 from mionnx.spec.kinds import KINDS
 from mionnx.transformer_lens.coordinates import Array
-from mionnx.transformer_lens.lens_pass import has_hooks
 from mionnx.transformer_lens.lens_points import LENS_LOGITS, LensPoint
+from mionnx.transformer_lens.live_hooks import has_hooks
 
 LOOP = "generic_activation_patch.<locals>.patching_hook"
 # What an index holds behind the layer.
@@ -87,8 +87,10 @@ class PatchedCells:
 
     def _enters(self, point: LensPoint) -> bool:
         """Whether a row can start at the layer of a point, its change being that of values there."""
-        folded_pattern = point.kind == "pattern" and self.bridge.coordinates.values
-        return point.replaces and point.name.startswith("blocks.") and not folded_pattern
+        coordinates = self.bridge.coordinates
+        folded_pattern = point.kind == "pattern" and coordinates.values
+        with_mean = coordinates.stream and hasattr(self.bridge, "embed_ln")
+        return point.replaces and point.name.startswith("blocks.") and not folded_pattern and not with_mean
 
     def _compute(
         self,

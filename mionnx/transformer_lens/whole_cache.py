@@ -14,7 +14,7 @@ from transformer_lens.ActivationCache import ActivationCache
 from transformer_lens.hook_points import HookPoint as TheirHook
 from transformer_lens.model_bridge.bridge_core import _input_batch_size
 
-from mionnx.transformer_lens.lens_pass import Live, has_hooks
+from mionnx.transformer_lens.live_hooks import Live, has_hooks
 
 # Arguments of a pass that change no name; with any other, hooks are put where it says.
 HARMLESS = {"return_type", "prepend_bos", "padding_side", "attention_mask", "loss_per_token", "labels"}

@@ -94,3 +94,22 @@ def test_without_an_output_left_there_is_no_last_segment():
     proto = onnx.shape_inference.infer_shapes(onnx.parser.parse_model(TWO_PATHS))
     part = extract(proto, ["x"], ["left"])
     assert [segment.hooks for segment in cut(part, ["a", "left"])] == [("a",), ("left",)]
+
+
+SPLIT = """<ir_version: 10, opset_import: ["" : 21]>
+g (float[3, 4] x) => (float[3, 2] y)
+{
+  left, right = Split <axis = 1, num_outputs = 2> (x)
+  turned = Neg(left)
+  y = Add(turned, right)
+}"""
+
+
+def test_values_of_one_node_are_cut_in_one_segment():
+    """GPT-NeoX splits queries, keys and values, and rotates the first two before the third is read."""
+    _, made, protos = segments_of(SPLIT, ["left", "turned", "right"])
+    assert [segment.hooks for segment in made] == [("left", "right"), ("turned",), ()]
+    x = np.arange(12, dtype=np.float32).reshape(3, 4)
+    double = lambda name, value: value * 2  # noqa: E731
+    values = run(protos, {"x": x}, double, ("left", "turned", "right"))
+    np.testing.assert_array_equal(values["y"], -4 * x[:, :2] + 2 * x[:, 2:])
