@@ -36,7 +36,7 @@ from mionnx.transformer_lens.lens_points import LENS_LOGITS, LensPoint, lens_poi
 from mionnx.transformer_lens.parameters import make_room, serve_module, set_weights
 from mionnx.transformer_lens.patched_cells import PatchedCells
 from mionnx.transformer_lens.token_values import positions
-from mionnx.transformer_lens.weight_gradients import Placed, WeightViews
+from mionnx.transformer_lens.weight_gradients import PlacedWeight, WeightViews
 from mionnx.transformer_lens.whole_cache import WholeCache
 
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -69,7 +69,7 @@ class OnnxBridge(TransformerBridge):
     engine: MIModel
     coordinates: Coordinates
     weight_bytes: dict[str, int]
-    placed: list[Placed]
+    placed: list[PlacedWeight]
     weight_views: WeightViews
     _weights_processed: bool
 

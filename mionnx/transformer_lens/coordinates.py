@@ -29,9 +29,9 @@ HEADS = (0, 2, 1, 3)  # [batch, head, seq, head_dim] <-> [batch, seq, head, head
 OF_HEADS = ("heads", "values", "z")
 PROJECTED = "projected"
 # Ends of kinds that are computed of what goes into a norm: the weights that give it.
-COMPUTED = {PROJECTED: ("W_O", "b_O"), "W_Q product": ("W_Q", "b_Q"), "W_K product": ("W_K", "b_K")}
+PRODUCTS_OF_KINDS = {PROJECTED: ("W_O", "b_O"), "W_Q product": ("W_Q", "b_Q"), "W_K product": ("W_K", "b_K")}
 NORMED_LATER = "normed later"
-LOGITS = ("logits", "changed logits")  # the latter are what hooks left; what hooks saw of them was centred
+KINDS_OF_LOGITS = ("logits", "changed logits")  # the latter are what hooks left; what hooks saw of them was centred
 
 
 def _flat(value: Array) -> Array:
@@ -104,10 +104,10 @@ class Coordinates:
 
     def _before_norm(self, point: LensPoint, value: Array) -> tuple[LensPoint, Array]:
         """What goes into a norm that the graph does not name, and its kind, where a point's value is that or of it."""
-        product = next((end for end in COMPUTED if point.kind.endswith(end)), "")
+        product = next((end for end in PRODUCTS_OF_KINDS if point.kind.endswith(end)), "")
         if not product:
             return point, value
-        weight, bias = (self.raw.reader.read(name, point.layer) for name in COMPUTED[product])
+        weight, bias = (self.raw.reader.read(name, point.layer) for name in PRODUCTS_OF_KINDS[product])
         if product == PROJECTED:
             entry = np.einsum("bshd,hdm->bsm", value, weight) + bias
         else:
@@ -225,7 +225,7 @@ class Coordinates:
             normed = (self._normalized(point, value[:, :, : len(matrix)], 0.0) for value in (after, before))
             change = np.subtract(*normed) * self._affine(point)[0]
             return np.einsum("bshm,hmd->bhsd", change, matrix).astype(np.float32)
-        if point.kind.endswith((*COMPUTED,)):
+        if point.kind.endswith((*PRODUCTS_OF_KINDS,)):
             own = (self._as_before_norm(point, value) for value in (after, before))
             return np.subtract(*(self._normalized(point, value, 0.0) for value in own)) * self._affine(point)[0]
         return (after - before).sum(axis=2) if point.kind == "result" else after - before
@@ -337,7 +337,7 @@ class Coordinates:
         if point.kind == "normed" and self.norms:
             weight = self._affine(point)[0]
             return shown / np.where(weight == 0, np.inf, weight)
-        if (point.kind in ("stream", "part") and self.stream) or (point.kind in LOGITS and self.logits):
+        if (point.kind in ("stream", "part") and self.stream) or (point.kind in KINDS_OF_LOGITS and self.logits):
             return centred(shown)
         return shown.reshape(like)
 

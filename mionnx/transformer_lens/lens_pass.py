@@ -17,7 +17,7 @@ from mionnx.errors import HookError, InputError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.transformer_lens.coordinates import Array
-from mionnx.transformer_lens.lens_points import LENS_LOGITS, NO_GRADIENT, SILENT, LensPoint, bypassed
+from mionnx.transformer_lens.lens_points import LENS_LOGITS, SILENT, WITHOUT_GRADIENT, LensPoint, bypassed
 from mionnx.transformer_lens.live_hooks import Live, deaf, goes_back, has_hooks
 from mionnx.transformer_lens.token_values import OF_TOKENS
 from mionnx.transformer_lens.way_back import WayBack
@@ -56,7 +56,7 @@ class LensPass:
         if left := {name for name, _ in live.values() if not name.endswith((*SILENT, *beyond))} | {
             one.point.name
             for one in served
-            if not one.point.goes_back and goes_back(one.hook) and one.point.kind not in NO_GRADIENT
+            if not one.point.goes_back and goes_back(one.hook) and one.point.kind not in WITHOUT_GRADIENT
         }:
             self.bridge.warn_once(left)
         return served

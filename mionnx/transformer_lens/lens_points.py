@@ -18,7 +18,7 @@ BYPASSED = {
 }
 
 # Kinds of values on which no loss depends: what tokens alone tell, and what rotations read for its dtype.
-NO_GRADIENT = ("ids", "positions", "cos", "sin", "for its dtype")
+WITHOUT_GRADIENT = ("ids", "positions", "cos", "sin", "for its dtype")
 BEFORE = "stream before"  # the stream as one norm of several reads it
 HEAD_COPIES = "input of "  # of a kind: a copy of the stream for each head, read by these projections
 
@@ -98,7 +98,7 @@ def lens_points(
     """
     rows = [*_before(names)]
     for layer in range(layers):
-        rows += _layer(Layer(layer, layer in posts, layer in bare, headed, hooks, names, adding))
+        rows += _layer(LayerParts(layer, layer in posts, layer in bare, headed, hooks, names, adding))
     rows += _behind(HookPoint.ResidPost(layers - 1).name)
     return [_served(row, hooks) for row in rows if row.name in names and row.source in hooks]
 
@@ -138,7 +138,7 @@ def _norm(prefix: str, norm: str, source: str, *read_by: tuple[str, str]) -> Ite
         yield LensPoint(f"{prefix}{norm}.hook_{kind}", source, kind, norm, replaces=False, read_by=read_by)
 
 
-class Layer(NamedTuple):
+class LayerParts(NamedTuple):
     """A layer: what its model and its bridge have; see `lens_points`."""
 
     number: int
@@ -166,13 +166,13 @@ class Layer(NamedTuple):
         return self.streams[1] not in self.hooks
 
 
-def _layer(layer: Layer) -> Iterator[LensPoint]:
+def _layer(layer: LayerParts) -> Iterator[LensPoint]:
     yield from _reads(layer)
     yield from _heads(layer)
     yield from _mlp(layer)
 
 
-def _reads(layer: Layer) -> Iterator[LensPoint]:
+def _reads(layer: LayerParts) -> Iterator[LensPoint]:
     b, (pre, mid, _), parallel = layer.prefix, layer.streams, layer.parallel
     names, headed = layer.names, layer.headed
     yield LensPoint(f"{b}hook_in", pre, "stream")
@@ -216,7 +216,7 @@ def _reads(layer: Layer) -> Iterator[LensPoint]:
         yield LensPoint(f"{b}attn.hook_{part}", f"{b}attn.hook_{part}")
 
 
-def _heads(layer: Layer) -> Iterator[LensPoint]:
+def _heads(layer: LayerParts) -> Iterator[LensPoint]:
     b, (_, mid, _), out = layer.prefix, layer.streams, f"{layer.prefix}hook_attn_out"
     post, names = layer.post, layer.names
     yield LensPoint(f"{b}attn.hook_attn_scores", f"{b}attn.hook_scores", "scores")
@@ -234,7 +234,7 @@ def _heads(layer: Layer) -> Iterator[LensPoint]:
     yield LensPoint(f"{b}ln1_post.hook_out", out, "part")
 
 
-def _mlp(layer: Layer) -> Iterator[LensPoint]:
+def _mlp(layer: LayerParts) -> Iterator[LensPoint]:
     b, (pre, mid, end), added = layer.prefix, layer.streams, f"{layer.prefix}hook_mlp_out"
     post, parallel = layer.post, layer.parallel
     read = pre if parallel else mid

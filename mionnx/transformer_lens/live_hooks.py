@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from transformer_lens.hook_points import HookPoint as TheirHook
 
-from mionnx.transformer_lens.lens_points import NO_GRADIENT, LensPoint
+from mionnx.transformer_lens.lens_points import WITHOUT_GRADIENT, LensPoint
 
 # Hooks of TransformerLens that store what they see, and whose cache nobody reads before the pass ends.
 STOPPING = "run_with_cache.<locals>.stop_hook"
@@ -53,7 +53,7 @@ def deaf(served: list[Live], others: Iterable[tuple[str, TheirHook]], silent: tu
     for back in (False, True):
         called = [one for one in served if one.point.goes_back or not back]
         heard = {id(function) for one in called for function in _functions(one.hook, back)}
-        places = [(one.point.name, one.hook, one.point.kind in NO_GRADIENT) for one in served if one not in called]
+        places = [(one.point.name, one.hook, one.point.kind in WITHOUT_GRADIENT) for one in served if one not in called]
         places += [(name, hook, name.endswith(silent)) for name, hook in others]
         for name, hook, there_too in places:
             if any(not there_too or id(function) not in heard for function in _functions(hook, back)):

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from mionnx.analysis.weights.weights import Weights
 from mionnx.errors import HookError, InputError, MIError
-from mionnx.transformer_lens.weight_gradients import Placed
+from mionnx.transformer_lens.weight_gradients import PlacedWeight
 
 Array = NDArray[Any]
 # Arguments of transformers that say how, and not what: without a cache or lists of states they change nothing here.
@@ -28,12 +28,12 @@ def make_room(module: torch.nn.Module) -> None:
                 part._parameters[key] = torch.nn.Parameter(torch.empty(parameter.shape), requires_grad=False)
 
 
-def set_weights(bridge: Any, weights: Weights, layers: int) -> tuple[dict[str, int], list[Placed]]:
+def set_weights(bridge: Any, weights: Weights, layers: int) -> tuple[dict[str, int], list[PlacedWeight]]:
     """Give the modules of a bridge these weights: the bytes of views, and those of copies; where each has gone.
 
     A weight that the graph does not name stays on torch's device "meta", which holds no numbers and refuses to be read.
     """
-    counts, places = {"views": 0, "copies": 0}, list[Placed]()
+    counts, places = {"views": 0, "copies": 0}, list[PlacedWeight]()
     for module, key, array, vector in _named(bridge, weights, layers):
         own = getattr(module, "original_component", module)
         if vector is None:
@@ -48,7 +48,7 @@ def set_weights(bridge: Any, weights: Weights, layers: int) -> tuple[dict[str, i
         elif old is not None or bool(tensor.any()):
             parameter = torch.nn.Parameter(tensor)
             setattr(own, key, parameter)
-            places.append(Placed(module, key, parameter, vector is None and type(own).__name__ != "Conv1D"))
+            places.append(PlacedWeight(module, key, parameter, vector is None and type(own).__name__ != "Conv1D"))
     placed = {id(one.parameter) for one in places}
     for part in {*bridge.modules(), *bridge.original_model.modules()}:
         for key, parameter in part._parameters.items():

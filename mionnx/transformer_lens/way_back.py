@@ -14,12 +14,12 @@ import torch
 from mionnx.errors import GradientError
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.intervention import Intervention
-from mionnx.transformer_lens.coordinates import LOGITS, Array
+from mionnx.transformer_lens.coordinates import KINDS_OF_LOGITS, Array
 from mionnx.transformer_lens.lens_points import LENS_LOGITS, LensPoint
 from mionnx.transformer_lens.token_values import positions
 from mionnx.transformer_lens.weight_gradients import WeightUse, gradients_of
 
-WITH_MEANS = ("stream", "part", *LOGITS)
+WITH_MEANS = ("stream", "part", *KINDS_OF_LOGITS)
 ROUNDING = 2e-6  # relative, of a sum of gradients
 
 

@@ -20,7 +20,7 @@ from mionnx.transformer_lens.coordinates import Array
 from mionnx.transformer_lens.lens_points import LensPoint
 
 
-class Placed(NamedTuple):
+class PlacedWeight(NamedTuple):
     """A weight of a bridge: its module, its name there, and whether the module holds it as [out, in]."""
 
     module: Any
@@ -62,7 +62,7 @@ class WeightViews:
         self.bridge = bridge
         self.leaf = torch.zeros(1, requires_grad=True)
         self._of: Any = None
-        self.placed: list[Placed] = []
+        self.placed: list[PlacedWeight] = []
         self.views: list[torch.Tensor] = []
 
     def refresh(self) -> None:
@@ -73,7 +73,7 @@ class WeightViews:
             self._of, self.views = stamp, [one.parameter.view_as(one.parameter) for one in self.placed]
 
 
-def gradients_of(back: Any, weights: Sequence[Placed], rests: Iterable[tuple[int, Array]]) -> list[torch.Tensor]:
+def gradients_of(back: Any, weights: Sequence[PlacedWeight], rests: Iterable[tuple[int, Array]]) -> list[torch.Tensor]:
     """Gradients of weights.
 
     Args:
@@ -109,7 +109,9 @@ def gradients_of(back: Any, weights: Sequence[Placed], rests: Iterable[tuple[int
     ]
 
 
-def _terms(bridge: Any, points: dict[int, LensPoint], places: Sequence[Placed]) -> list[tuple[Placed, Any, LensPoint]]:
+def _terms(
+    bridge: Any, points: dict[int, LensPoint], places: Sequence[PlacedWeight]
+) -> list[tuple[PlacedWeight, Any, LensPoint]]:
     """Each place of a weight, with the points before and behind it."""
     terms = []
     for one in places:
@@ -123,7 +125,7 @@ def _terms(bridge: Any, points: dict[int, LensPoint], places: Sequence[Placed]) 
     return terms
 
 
-def _is_table(bridge: Any, one: Placed) -> bool:
+def _is_table(bridge: Any, one: PlacedWeight) -> bool:
     return one.module is bridge.embed or one.module is getattr(bridge, "pos_embed", None)
 
 
@@ -137,7 +139,9 @@ def _values(back: Any, sources: Iterable[str]) -> dict[str, Array]:
     return {name: np.asarray(cache[name]) for name in names} | {"hook_logits": np.asarray(cache.output())}
 
 
-def _gradient(back: Any, one: Placed, before: LensPoint | None, after: Any, values: dict[str, Array]) -> torch.Tensor:
+def _gradient(
+    back: Any, one: PlacedWeight, before: LensPoint | None, after: Any, values: dict[str, Array]
+) -> torch.Tensor:
     shape, bridge = one.parameter.shape, back.bridge
     flat = torch.from_numpy(np.asarray(after)).reshape(-1, np.shape(after)[-1])
     if before is None:
