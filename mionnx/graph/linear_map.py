@@ -15,12 +15,18 @@ import onnx
 from numpy.typing import NDArray
 
 from mionnx.errors import HookError, ModelError
-from mionnx.graph import onnx_file
 from mionnx.graph.dataflow import attributes
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.offset_products import unordered_input
 from mionnx.graph.value_path import Followed, PathStep, ValuePaths
-from mionnx.graph.weight_value import WEIGHT_PLACE, Matrix, linear_bias, linear_weight, product_of
+from mionnx.graph.weight_value import (
+    WEIGHT_PLACE,
+    Matrix,
+    linear_bias,
+    linear_weight,
+    product_of,
+    weight_value,
+)
 
 ROW_AXES = ("batch", "seq")
 ATTENDING = frozenset(("MatMul", "Attention", "GroupQueryAttention", "MultiHeadAttention"))
@@ -167,7 +173,7 @@ class LinearMap:
             scale = settings.get("alpha", 1.0)
             matrix = linear_weight(flow, folder, self.product)
             return matrix if scale == 1.0 else matrix * np.asarray(scale, matrix.dtype)
-        stack = onnx_file.weight(flow.proto, folder, self.product.input[0])
+        stack = weight_value(flow, folder, self.product.input[0])
         body = next(entry.g for entry in self.product.attribute if entry.name == "body")
         turned = any(node.op_type == "Gemm" and attributes(node).get("transB") for node in body.node)
         return stack.swapaxes(-1, -2) if turned else stack
@@ -259,7 +265,7 @@ class LinearMaps:
         if product.op_type == "MatMulNBits":  # whose weight is read in the order of what stands before a Gather
             entry = unordered_input(self.paths.flow, self.model.folder, product)
         if product.op_type == "Scan":
-            experts = next(iter(self.paths.flow.initializers[product.input[0]].dims))
+            experts, *_ = self._stack_shape(product.input[0])
             return LinearMap(self.paths, product, value, point, "", (), tuple(onto), experts)
         hooks = self.model.metadata.hooks
         into: list[PathStep] | None = []
@@ -275,6 +281,13 @@ class LinearMaps:
             reads, into = "", []
         return LinearMap(self.paths, product, value, point, reads, tuple(into or ()), tuple(onto))
 
+    def _stack_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a stack of matrices, perhaps one matrix in the file (DBRX); () of what depends on a text."""
+        stack = self.paths.flow.initializers.get(name)
+        if stack is not None:
+            return (*stack.dims,)
+        return () if name in self.paths.flow.varying else self.paths.shape(name)
+
     def _of_two_values(self, node: onnx.NodeProto) -> bool:
         """Whether a node multiplies matrices that both depend on the text, as scores do."""
         return node.op_type in ATTENDING and len({*node.input} & self.paths.flow.varying) > 1
@@ -286,8 +299,7 @@ class LinearMaps:
         if node is None or node.op_type == "Reshape":
             return None
         if node.op_type == "Scan":
-            stack = flow.initializers.get(node.input[0])
-            return node if len(node.input) == 3 and stack is not None and len(stack.dims) == 3 else None
+            return node if len(node.input) == 3 and len(self._stack_shape(node.input[0])) == 3 else None
         product = product_of(flow, node)
         if product is None or product.input[WEIGHT_PLACE[product.op_type]] in flow.varying:
             return None

@@ -188,7 +188,7 @@ class ValuePaths:
         node = step.node
         if node.op_type in MOVING:
             return followed.moved(lambda array: self._moved(step, array))
-        others = [name for name in node.input if name != step.read and name]
+        others = [self._before_spread(name) for name in node.input if name != step.read and name]
         if node.op_type in AFFINE and not followed.end and not {*others} & self.flow.varying and len(node.input) == 2:
             constant = self.constant(others[0]) if others else np.zeros(())
             subtrahend = node.op_type in ("Sub", "Div") and node.input[1] == step.read
@@ -203,6 +203,12 @@ class ValuePaths:
                 f"{step.output!r} is a sum of several parts that depend on the text: no one weight gives it"
             )
         return followed if followed.end else replace(followed, end=step.read)
+
+    def _before_spread(self, name: str) -> str:
+        """What is spread over all tokens of a text, where that is a constant; else the value itself."""
+        node = self.flow.producer(name)
+        spread = node is not None and node.op_type == "Expand" and node.input[0] not in self.flow.varying
+        return node.input[0] if node is not None and spread else name
 
     def _rows_of(self, name: str) -> str:
         """The constant whose rows a value is, which the text picks (biases of experts); empty where it is none."""

@@ -4,12 +4,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from families import VOCAB
+from families import VOCAB, make_checkpoint, single_threaded
+from tiny_configs import tiny_config
 
+from exporters.transformers import export
 from mionnx import HookCache, HookError, HookSpec, Intervention, MIModel
 from mionnx.graph.linear_map import NormMap
 
 APART = 2e-5  # of the largest number
+# keys picked by number; values that are joined and parted again; a stack of matrices in one; biases of experts; a bias
+# that is spread over all tokens
+ODD = ("falcon", "codegen", "dbrx", "gpt_oss", "gpt_neox_japanese")
 IDS = np.random.default_rng(0).integers(3, VOCAB, (2, 7))
 
 
@@ -85,6 +90,16 @@ def check(model: MIModel, ids: np.ndarray = IDS, most: float = APART) -> None:
 
 def test_every_weight_gives_its_hooked_value(family, models):
     check(models(family))
+
+
+@pytest.mark.parametrize(
+    "name", ["falcon", *(pytest.param(one, marks=pytest.mark.slow) for one in ODD if one != "falcon")], ids=str
+)
+def test_every_weight_of_a_family_whose_graph_is_another(name, tmp_path):
+    single_threaded()
+    make_checkpoint(name, tmp_path / "checkpoint", **tiny_config(name))
+    export(tmp_path / "checkpoint", tmp_path / "hooked")
+    check(MIModel.from_pretrained(tmp_path / "hooked", threads=1))
 
 
 def test_the_final_norm_and_the_embeddings(family, models):

@@ -87,7 +87,7 @@ class GraphWeights:
             raise HookError(
                 f"{self._family}: no {name} in layer {layer}: {error}{self._nearest(name, layer)}"
             ) from error
-        if chosen:
+        if chosen and product.experts is not None:
             return product
         if product.experts is not None:  # JetMoE's heads are experts
             raise HookError(f"{self._family}: no {name} in layer {layer}: each token chooses its own projections")
