@@ -66,7 +66,8 @@ class WeightViews:
         self.views: list[torch.Tensor] = []
 
     def refresh(self) -> None:
-        """Look at which weights are free."""
+        """Look at which weights are free; where none is, nothing of a pass has a gradient."""
+        self.leaf.requires_grad_(any(weight.requires_grad for weight in self.bridge.original_model.parameters()))
         stamp = [(id(one.parameter), one.parameter.requires_grad) for one in self.bridge.placed]
         if self._of != stamp:
             self.placed = [one for one in self.bridge.placed if one.parameter.requires_grad]
