@@ -189,8 +189,8 @@ def test_a_compiled_hybrid_and_the_loop_on_its_card(model, tmp_path, monkeypatch
     runpy.run_path(str(folder / "loop.py"))
     expected = model.generate([prompt], spec, max_new_tokens=16, eos_token_id=[]).new_ids[0]
     assert [int(line) for line in capsys.readouterr().out.split()] == expected.tolist()
-    for layout in ("genai", "transformers.js", "optimum"):
-        with pytest.raises(InputError, match="conv, state"):
+    for layout, why in (("genai", "eos_token_id"), ("transformers.js", "no config.json"), ("optimum", "conv, state")):
+        with pytest.raises(InputError, match=why):
             model.compile(spec, tmp_path / layout, layout=layout)
 
 

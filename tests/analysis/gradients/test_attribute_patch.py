@@ -205,7 +205,7 @@ def test_what_cannot_be_attributed_is_refused_before_anything_runs(shipped, monk
 
 
 def test_what_a_recurrent_model_cannot_tell_is_refused(recurrent):
-    with pytest.raises(GradientError, match="the logits do not depend on it"):
+    with pytest.raises(HookError, match=r"sweep over blocks\.\{i\}\.rwkv\.hook_v, what tokens write into it"):
         recurrent.attribute_patch("The capital of France is", "The capital of Germany is", "state", "layer")
     with pytest.raises(InputError, match="this model has no attention patterns"):
         recurrent.attribute_patch("The", "A", "k", rules="relp_frozen_pattern")
