@@ -183,8 +183,8 @@ class Runner(OpenModel):
             logits: all of them, a part (`Logits(positions=-1)`, `Logits(token_ids=[..])`, `Logits(k=10)`), or none:
                 the graph then ends at the last capture, and what comes after it is not computed.
             batch_size: most rows of a pass: a list then runs in batches, those of like length together, with the same
-                results (padding is 0); "auto": all rows at once, unless a fifth of them were padding or memory has no
-                room; None: all at once.
+                results (padding is 0); "auto": so where memory has no room for all rows at once, or where more than a
+                fifth of 2,048 tokens and more would be padding, else all at once; None: all at once.
 
         Returns:
             the logits [batch, seq, vocab] and the captures, a row for each prompt in the order given. Shorter rows are
