@@ -4,6 +4,7 @@
 models the meaning that is written here.
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import tarfile
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -39,6 +41,16 @@ def checkpoint(folder: Path, model: PreTrainedModel, beside: PreTrainedTokenizer
     model.save_pretrained(folder)
     beside.save_pretrained(folder)
     return str(folder)
+
+
+def arguments(description: str, files: str) -> Any:
+    """Options of a run of TransformerLens' own programs."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--source", type=Path, help="an unpacked source distribution")
+    parser.add_argument("--only", default="", help=f"of the {files}, those with this in their names")
+    parser.add_argument("--kept", type=Path, help="where outcomes are kept")
+    parser.add_argument("--save", action="store_true")
+    return parser.parse_args()
 
 
 def source(folder: Path) -> Path:

@@ -18,7 +18,6 @@ goes on.
 Ten minutes; `--save` writes benchmarks/results/tl_notebooks.md.
 """
 
-import argparse
 import json
 import re
 import shutil
@@ -33,7 +32,7 @@ import numpy as np
 import torch
 import transformers
 from tables import present
-from tl_checkpoints import NAMES, checkpoint, environment, source, tokenizer
+from tl_checkpoints import NAMES, arguments, checkpoint, environment, source, tokenizer
 from tl_values import compare, texts_apart
 from transformer_lens.tools.analysis import JacobianLens
 
@@ -221,12 +220,7 @@ def plain(text: str) -> str:
 
 def main() -> None:
     """Run both, compare, and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--source", type=Path, help="an unpacked source distribution")
-    parser.add_argument("--only", default="", help="of the notebooks, those with this in their names")
-    parser.add_argument("--kept", type=Path, help="where outcomes are kept")
-    parser.add_argument("--save", action="store_true")
-    options: Any = parser.parse_args()
+    options = arguments(__doc__.splitlines()[0], "notebooks")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         where = options.source or source(folder)

@@ -13,7 +13,6 @@ byte-level tokenizer trained on mionnx' READMEs. Passes of a bridge's module in 
 Ten minutes; `--save` writes benchmarks/results/tl_tests.md.
 """
 
-import argparse
 import json
 import re
 import subprocess
@@ -22,12 +21,11 @@ import tempfile
 from collections import defaultdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import torch
 from tables import present
-from tl_checkpoints import checkpoint, environment, source, tokenizer
+from tl_checkpoints import arguments, checkpoint, environment, source, tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 GPT2 = (
@@ -158,12 +156,7 @@ def reasons(theirs: Results, ours: Results) -> list[list[str]]:
 
 def main() -> None:
     """Run both, compare, and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--source", type=Path, help="an unpacked source distribution")
-    parser.add_argument("--only", default="", help="of the files, those with this in their names")
-    parser.add_argument("--kept", type=Path, help="where outcomes are kept")
-    parser.add_argument("--save", action="store_true")
-    options: Any = parser.parse_args()
+    options = arguments(__doc__.splitlines()[0], "files")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         where = options.source or source(folder)
