@@ -1,6 +1,6 @@
 """Batches for every family, mionnx on them, and every intervention that a hook point allows."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import product
 
 import numpy as np
@@ -64,6 +64,19 @@ def differences(model: MIModel, reference: PreTrainedModel, inputs: Inputs, edit
         name: difference(HookPoint.parse(name), value, expected.values[name], inputs)
         for name, value in found.values.items()
     }
+
+
+def edits_apart(
+    model: MIModel, reference: PreTrainedModel, inputs: Inputs, layers: Collection[int]
+) -> dict[str, float]:
+    """How far the logits of an edit at each hook point of some layers are from transformers', of their largest or 1."""
+    plain, apart = run(reference, inputs), dict[str, float]()
+    for point in [point for point in model.hook_points() if not point.derived and point.layer in layers]:
+        edit = next(interventions(point, plain.values[str(point)].shape, whole=False))
+        expected = run(reference, inputs, [(point, edit)]).logits[inputs.real]
+        found = forward(model, inputs, HookSpec().intervene(point, edit)).logits[inputs.real]
+        apart[str(point)] = float(np.abs(found - expected).max() / max(1.0, np.abs(expected).max()))
+    return apart
 
 
 def interventions(point: HookPoint, shape: tuple[int, ...], whole: bool = True) -> Iterator[Intervention]:
