@@ -1,5 +1,6 @@
 """x W + b is the hooked value: of each weight by name, in every family of the table."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,14 @@ def bias_of(weights: Any, name: str, layer: int, chosen: np.ndarray) -> np.ndarr
     return bias[chosen] if bias.ndim == 2 else bias
 
 
+def tiny(family: str, folder: Path) -> MIModel:
+    """A small random model of a family."""
+    single_threaded()
+    make_checkpoint(family, folder / "checkpoint", **tiny_config(family))
+    export(folder / "checkpoint", folder / "hooked")
+    return MIModel.from_pretrained(folder / "hooked", threads=1)
+
+
 def check(model: MIModel, ids: np.ndarray = IDS, most: float = APART) -> None:
     cache = model.forward(ids, HookSpec().capture("*"))
     for layer in range(model.num_layers):
@@ -96,10 +105,19 @@ def test_every_weight_gives_its_hooked_value(family, models):
     "name", ["falcon", *(pytest.param(one, marks=pytest.mark.slow) for one in ODD if one != "falcon")], ids=str
 )
 def test_every_weight_of_a_family_whose_graph_is_another(name, tmp_path):
-    single_threaded()
-    make_checkpoint(name, tmp_path / "checkpoint", **tiny_config(name))
-    export(tmp_path / "checkpoint", tmp_path / "hooked")
-    check(MIModel.from_pretrained(tmp_path / "hooked", threads=1))
+    check(tiny(name, tmp_path))
+
+
+@pytest.mark.slow
+def test_an_expert_that_all_tokens_share(tmp_path):
+    """W_in and W_gate are its own; its output is added to that of the others, so no one weight gives the sum."""
+    model = tiny("dots1", tmp_path)
+    cache = model.forward(IDS, HookSpec().capture("blocks.*.mlp.*"))
+    for name, point in (("W_in", "hook_up"), ("W_gate", "hook_gate")):
+        found = cache["blocks.1.mlp.hook_pre"].astype(np.float64) @ getattr(model.weights, name)[1]
+        close(found, cache[f"blocks.1.mlp.{point}"], name)
+    with pytest.raises(HookError, match=r"dots1: no W_out in layer 1: .*hook_post' is a sum of several parts"):
+        model.weights.W_out[1]
 
 
 def test_the_final_norm_and_the_embeddings(family, models):

@@ -132,7 +132,12 @@ class GraphWeights:
 
     def _weight(self, name: str, layer: int) -> Array:
         product = self.product(name, layer)
-        weight = product.weight()
+        try:
+            weight = product.weight()
+        except ModelError as error:  # W_out of a shared expert, beside others: a sum of several products
+            raise HookError(
+                f"{self._family}: no {name} in layer {layer}: {error}{self._nearest(name, layer)}"
+            ) from error
         if name in ("W_Q", "W_K", "W_V"):
             return np.moveaxis(weight, 1, 0)  # [d_model, head, d_head]
         if name == "W_O":
