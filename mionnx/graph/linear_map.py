@@ -30,6 +30,7 @@ from mionnx.graph.weight_value import (
 
 ROW_AXES = ("batch", "seq")
 ATTENDING = frozenset(("MatMul", "Attention", "GroupQueryAttention", "MultiHeadAttention"))
+TO_ROOT = frozenset(("Sqrt", "Reciprocal", "Pow", "Div", "Cast"))  # from a mean square to one over its root
 NORM_NODES = frozenset(("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"))
 
 
@@ -41,7 +42,7 @@ class NormMap:
         weight: [hidden]; None where the norm has none.
         bias: [hidden]; None where it has none.
         centred: c, whether the mean is taken out (LayerNorm), or not (RMSNorm).
-        epsilon: what is added to the mean square below the root; None where the graph has no operator for norms.
+        epsilon: what is added to the mean square below the root; None where it is not told from the nodes.
     """
 
     weight: Matrix | None
@@ -210,7 +211,7 @@ def norm_of(paths: ValuePaths, steps: Sequence[PathStep]) -> NormMap | None:
             constants = [paths.constant(name) for name in node.input[1:] if name]
             weight, bias = (*constants, None, None)[:2]
         elif node.op_type in ("Mul", "Div") and {*others} & varying:
-            normed = True
+            normed, epsilon = True, _epsilon(paths, next(name for name in others if name in varying))
         elif node.op_type == "Sub" and {*others} & varying:
             centred = True
         elif normed and node.op_type == "Mul" and others:
@@ -220,6 +221,20 @@ def norm_of(paths: ValuePaths, steps: Sequence[PathStep]) -> NormMap | None:
         elif normed and node.op_type == "Add" and others and not {*others} & varying:
             bias = paths.constant(others[0]) if bias is None else bias + paths.constant(others[0])
     return NormMap(weight, bias, centred, epsilon) if normed else None
+
+
+def _epsilon(paths: ValuePaths, scale: str) -> float | None:
+    """What is added to the mean square that a scale is the root of; None where it is no such root."""
+    flow, added = paths.flow, 0.0
+    while (node := flow.producer(scale)) is not None and node.op_type in (*TO_ROOT, "Add"):
+        inner = [name for name in node.input if name in flow.varying]
+        if len(inner) != 1:
+            return None
+        if node.op_type == "Add":
+            constant = next(paths.constant(name) for name in node.input if name not in flow.varying)
+            added += float(np.asarray(constant).reshape(-1)[0])
+        scale = inner[0]
+    return added if node is not None and node.op_type == "ReduceMean" else None
 
 
 class LinearMaps:

@@ -14,8 +14,8 @@ from mionnx.graph.linear_map import NormMap
 
 APART = 2e-5  # of the largest number
 # keys picked by number; values that are joined and parted again; a stack of matrices in one; biases of experts; a bias
-# that is spread over all tokens
-ODD = ("falcon", "codegen", "dbrx", "gpt_oss", "gpt_neox_japanese")
+# that is spread over all tokens; norms of several operators
+ODD = ("falcon", "codegen", "dbrx", "gpt_oss", "gpt_neox_japanese", "helium")
 IDS = np.random.default_rng(0).integers(3, VOCAB, (2, 7))
 
 
