@@ -107,8 +107,8 @@ def unembedding(model: HookedModel) -> NDArray[Any]:
 
 
 def unembedding_bias(model: HookedModel) -> NDArray[Any]:
-    """b_U [vocab], in the model's dtype: the bias of the logits; zeros if there is none."""
-    size = model.metadata.sizes.vocab_size
+    """b_U [vocab], or [labels], in the model's dtype: the bias of the logits; zeros if there is none."""
+    size = model.metadata.columns
     product = _head(model)
     # of a MatMul the bias is an Add behind it, of a Gemm it is an input of its own
     for name in product.constants():
