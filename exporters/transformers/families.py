@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from exporters.transformers.encoder_families import ENCODERS, is_encoder
+from exporters.transformers.hooked_transformer import HookedTransformerConfig
 from exporters.transformers.layout import IN_CODE, Layout
 
 LLAMA = Layout()
@@ -125,6 +126,11 @@ def granite_hybrid(config: Any) -> Layout:
     return replace(hybrid, mlp="shared_mlp", gate=None, up=None, gate_and_up="input_linear", down="output_linear")
 
 
+def hooked_transformer(config: Any) -> Layout:
+    """TransformerLens' own: GPT-2, or its attention alone."""
+    return replace(GPT2, middle=None, mlp=None) if config.attn_only else GPT2
+
+
 def opt(config: Any) -> Layout:
     """OPT: norms before each half (after it at 350M); an MLP without module, on merged axes."""
     before = config.do_layer_norm_before
@@ -229,6 +235,7 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
         stream="products",
     ),
     "granitemoehybrid": granite_hybrid,
+    HookedTransformerConfig.model_type: hooked_transformer,
     "jamba": JAMBA,
     "jetmoe": replace(LLAMA, attention="self_attention", output_projection=None),
     "kolibri1": replace(POST_NORMS, **GLM_NORMS),

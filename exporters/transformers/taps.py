@@ -113,7 +113,8 @@ class Attachment:
 
     def outside_blocks(self) -> None:
         def final(x: Tensor) -> Tensor:  # a model may norm its embeddings by the same module
-            return self.taps.at(HookPoint.FinalNorm, x) if self.taps.read else x
+            begun = self.taps.read or self.taps.carried
+            return self.taps.at(HookPoint.FinalNorm, x) if begun else x
 
         self.embeddings()
         if self.layout.final_norm:

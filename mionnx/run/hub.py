@@ -58,13 +58,14 @@ def download(repository: Repository, choose: Choose, chosen: bool, weights: bool
 
 
 def download_file(repository: Repository, file: str) -> Path:
-    """Download one file that is a model by itself; with a `.pth` file its vocabulary."""
+    """Download one file that is a model by itself; with a `.pth` file its config and vocabulary."""
     names = [*repository.sizes]
     if file not in names:
         files = [name for name in names if name.endswith(SINGLE)]
         has = f"it has {', '.join(files) or 'none'}{nearest(file, files)}"
         raise ModelError(f"{repository.where} has no file {file!r}; {has}")
-    return repository.fetch([file, *(small_files(names) if file.endswith(".pth") else ())]) / file
+    beside = [*small_files(names), *{file.replace(".pth", "_cfg.pkl")}.intersection(names)]  # InterpBench pickles it
+    return repository.fetch([file, *(beside if file.endswith(".pth") else ())]) / file
 
 
 def _fetch_alone(repository: Repository, files: list[str]) -> Path:

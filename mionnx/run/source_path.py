@@ -20,7 +20,7 @@ from mionnx.run.compiled_folder import compiled_graphs, what_it_is
 
 PACKAGE = Path(__file__).parents[1]
 FOLDERS = (PACKAGE / "shipped", PACKAGE.parent / "models")  # of a wheel, of the repository
-SUFFIXES = (".pth", ".gguf")  # files that are a model by themselves
+SUFFIXES = (".pth", ".pt", ".gguf")  # files that are a model by themselves
 OWN_METADATA = (f"{PREFIX}format", f"{PREFIX}hooks")  # metadata of a hooked model, one of them lost perhaps
 TYPED = 0.8  # ratio of equal letters of a name and of what it was meant to be
 MARKS = (GRAPH, "config.json")  # files that make a folder a model's

@@ -387,12 +387,13 @@ class TestSingleFiles:
             MIModel.from_pretrained(NAME)
 
     def test_a_pth_file_of_several_brings_its_vocabulary(self, hub):
-        write(hub, ("a.pth", "b.pth", "rwkv_vocab_v1.txt"))
+        write(hub, ("a.pth", "a_cfg.pkl", "b.pth", "b_cfg.pkl", "rwkv_vocab_v1.txt"))
         with pytest.raises(ModelError, match="holds 2 model files: give one of them"):
             hub_folder(NAME, None)
         assert hub_folder(f"{NAME}/b.pth", None).name == "b.pth"
         assert "a.pth" not in hub.fetched()
-        assert "rwkv_vocab_v1.txt" in hub.fetched()
+        assert {"rwkv_vocab_v1.txt", "b_cfg.pkl"} <= {*hub.fetched()}
+        assert "a_cfg.pkl" not in hub.fetched()
 
 
 class TestAMistypedPath:

@@ -235,7 +235,14 @@ class Bert(Gpt2):
         return self.model.classifier(self.body.pooler(stream))[0]
 
 
-KINDS = {"gpt2": Gpt2, "llama": Llama, "gemma2": Gemma2, "gpt_neox": Neox}
+class AttentionOnly(Gpt2):
+    """GPT-2 without MLPs: what they would write is 0."""
+
+    def mlp(self, layer: int, stream: Tensor) -> Tensor:
+        return torch.zeros_like(stream)
+
+
+KINDS = {"gpt2": Gpt2, "llama": Llama, "gemma2": Gemma2, "gpt_neox": Neox, "hooked_transformer": AttentionOnly}
 
 
 @dataclass

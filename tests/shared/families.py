@@ -42,6 +42,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "cohere": {**TINY, "logit_scale": 0.25},
     "mixtral": {**TINY, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
+# Only where a test names it: attention alone, of heads that are narrower than the stream.
+ATTENTION_ONLY = {"hooked_transformer": {**CONFIGS["gpt2"], "attn_only": True, "head_dim": 12}}
 
 REPRESENTATIVE = ("gpt2", "llama", "gemma2")  # the families of the default run; a test of any other one is slow
 # A property test draws its family from `families`.
@@ -63,9 +65,11 @@ def make_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    import exporters.transformers.hooked_transformer  # noqa: F401 - transformers learns of the family
+
     single_threaded()
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **{**CONFIGS.get(family, {}), **changes})
+    config = AutoConfig.for_model(family, **{**{**CONFIGS, **ATTENTION_ONLY}.get(family, {}), **changes})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -51,9 +51,13 @@ def additions(hooked: HookedModel, layer: int, mode: str, mlp_input: bool, incl_
         parts = [("embed", str(HookPoint.Embed)), ("pos_embed", str(HookPoint.PosEmbed))]
     parts = parts if incl_embeds else []
     for i in range(layer):
-        attention, mlp = str(HookPoint.AttnOut(i)), str(HookPoint.MlpOut(i))
-        parts += [(f"{i}_attn_out", attention)] if mode != "mlp" else []
-        parts += [(f"{i}_mlp_out", mlp)] if mode != "attn" else []
+        halves = {"attn": str(HookPoint.AttnOut(i)), "mlp": str(HookPoint.MlpOut(i))}
+        # a layer may have one of the two
+        parts += [
+            (f"{i}_{half}_out", name)
+            for half, name in halves.items()
+            if mode in ("all", half) and name in hooked.metadata.hooks
+        ]
     if mlp_input and mode != "mlp" and str(HookPoint.ResidMid(layer)) in hooked.metadata.hooks:
         parts.append((f"{layer}_attn_out", str(HookPoint.AttnOut(layer))))
     if not parts:

@@ -230,16 +230,17 @@ class CircuitRun:
         for layer in range(self.nodes.layers):
             mixer, heads = layer in self.nodes.mixers, self.nodes.heads_point(layer)
             read = self._mixer_writes(layer) if mixer else self._heads_read(layer)
-            if self.nodes.parallel:  # the MLP does not read what the attention of its layer writes
+            neurons = layer in self.nodes.mlps
+            if neurons and self.nodes.parallel:  # the MLP does not read what the attention of its layer writes
                 changes = self._mlp_changes(layer)
             if heads is None:
                 out = str(HookPoint.AttnOut(layer))
                 self._write(_numbers(self.nodes.senders, out), (read - self.values.of(out, CORRUPTED))[:, None])
             else:
                 self._write_heads(layer, heads, read)
-            if not self.nodes.parallel:
-                changes = self._mlp_changes(layer)
-            self._write(_numbers(self.nodes.senders, str(HookPoint.MlpOut(layer))), changes[:, None])
+            if neurons:
+                changes = changes if self.nodes.parallel else self._mlp_changes(layer)
+                self._write(_numbers(self.nodes.senders, str(HookPoint.MlpOut(layer))), changes[:, None])
         streams, which = self._streams([len(self.nodes.receivers) - 1])
         # Circuits that read the same last stream share one run of the head.
         return self.parts.logits(streams, tokens)[which[:, 0]]

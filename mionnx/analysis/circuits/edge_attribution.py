@@ -265,7 +265,7 @@ def _read_back(parts: Parts, cache: HookCache, rules: str, idle: set[str]) -> It
         hooks = {str(getattr(HookPoint, variant)(layer)): nodes.stream(2 * layer) for layer in attending}
         yield from _by_head(parts, cache, hooks, rules, split)
     mixing = {str(HookPoint.SsmPre(layer)): nodes.stream(2 * layer) for layer in sorted(nodes.mixers)}
-    neurons = {str(HookPoint.MlpPre(layer)): nodes.stream(nodes.mlp_stage(layer)) for layer in layers}
+    neurons = {str(HookPoint.MlpPre(layer)): nodes.stream(nodes.mlp_stage(layer)) for layer in sorted(nodes.mlps)}
     for own in (mixing, neurons):  # apart: the two may read the same stream
         if not (inputs := {name: stream for name, stream in own.items() if name not in idle}):
             continue

@@ -69,7 +69,7 @@ def captures(nodes: Nodes) -> list[str]:
         heads = nodes.heads_point(layer)
         names += [*([heads] if heads else []), str(HookPoint.AttnOut(layer))]
         names += [nodes.stream(stage) for stage in {2 * layer, nodes.mlp_stage(layer), 2 * layer + 2}]
-        names.append(str(HookPoint.MlpOut(layer)))
+        names += [str(HookPoint.MlpOut(layer))] if layer in nodes.mlps else []
         names += [nodes.sum_point(half) for half in (2 * layer, 2 * layer + 1)] if nodes.normed else []
     return [*dict.fromkeys(names)]
 
@@ -91,7 +91,8 @@ def _refuse_other_sums(model: Runner, nodes: Nodes, values: NodeValues) -> None:
         if nodes.normed:
             ends = {nodes.sum_point(2 * layer): [pre, out], nodes.sum_point(2 * layer + 1): [mid, mlp]}
         else:
-            ends = {post: [pre, out, mlp]} if nodes.parallel else {mid: [pre, out], post: [mid, mlp]}
+            own = [mlp] if layer in nodes.mlps else []
+            ends = {post: [pre, out, *own]} if nodes.parallel else {mid: [pre, out], post: [mid, *own]}
         for end, parts in ends.items():
             value, expected = values.of(end, 0), sum(values.of(name, 0) for name in parts)
             if np.abs(value - expected).max() > OFF * np.abs(value).max():

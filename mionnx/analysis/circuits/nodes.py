@@ -55,7 +55,8 @@ class Nodes:
     senders: tuple[Node, ...]
     receivers: tuple[Node, ...]
     layers: int
-    parallel: bool  # whether attention and MLP of a layer read the same stream
+    parallel: bool  # whether attention and MLP of a layer read the same stream, or there is one of the two
+    mlps: frozenset[int]  # layers with an MLP
     mixers: frozenset[int] = frozenset()  # layers with a recurrent mixer in the place of attention
     headed: frozenset[int] = frozenset()  # those of them whose mixer has heads
     normed: bool = False  # whether the stream is normed after each addition
@@ -115,8 +116,9 @@ def all_nodes(model: HookedModel, ungrouped: bool = False) -> Nodes:
         refuse_normed_stream(model, "edges between nodes")
     mixers = frozenset(i for i in range(layers) if str(HookPoint.SsmPre(i)) in model.metadata.hooks)
     headed = frozenset(i for i in mixers if _has_heads(model, str(HookPoint.SsmZ(i))))
+    mlps = frozenset(i for i in range(layers) if str(HookPoint.MlpOut(i)) in model.metadata.hooks)
     final = str(HookPoint.ResidPost(layers - 1) if normed else HookPoint.FinalNorm)
-    _refuse_inseparable(model, parallel, mixers, headed, final)
+    _refuse_inseparable(model, _ways(layers, parallel, mlps, mixers, headed, final))
     senders = [Node("embed", str(HookPoint.Embed), None, 0)]
     receivers: list[Node] = []
     shared: dict[str, int] = {}
@@ -135,10 +137,11 @@ def all_nodes(model: HookedModel, ungrouped: bool = False) -> Nodes:
             groups = _groups(model, layer) if ungrouped else {}
             receivers += _attention(model, layer, groups)
             shared |= groups
-        senders.append(Node(f"m{layer}", str(HookPoint.MlpOut(layer)), None, 2 * layer + 2))
-        receivers.append(Node(f"m{layer}", str(HookPoint.MlpPre(layer)), None, 2 * layer + 1 - parallel))
+        if layer in mlps:
+            senders.append(Node(f"m{layer}", str(HookPoint.MlpOut(layer)), None, 2 * layer + 2))
+            receivers.append(Node(f"m{layer}", str(HookPoint.MlpPre(layer)), None, 2 * layer + 1 - parallel))
     receivers.append(Node("logits", final, None, 2 * layers))
-    return Nodes(tuple(senders), tuple(receivers), layers, parallel, mixers, headed, normed, shared)
+    return Nodes(tuple(senders), tuple(receivers), layers, parallel, mlps, mixers, headed, normed, shared)
 
 
 def _has_heads(model: HookedModel, z: str) -> bool:
@@ -146,9 +149,7 @@ def _has_heads(model: HookedModel, z: str) -> bool:
     return z in model.metadata.hooks and _heads(model, z) > 1
 
 
-def _refuse_inseparable(
-    model: HookedModel, parallel: bool, mixers: frozenset[int], headed: frozenset[int], final: str
-) -> None:
+def _refuse_inseparable(model: HookedModel, ways: Iterable[tuple[str, tuple[str, ...]]]) -> None:
     """Refuse a model whose parts read something besides the stream, by its graph's structure."""
     family = model.metadata.family
     if model.rounds_by_call:
@@ -160,7 +161,7 @@ def _refuse_inseparable(
     entries -= {tensor.name for tensor in model.proto.graph.initializer}
     # Shapes depend on the tokens' number alone, so the way through them does not count.
     shapes = {name for node in flow.nodes if node.op_type in ("Shape", "Size") for name in node.output}
-    for value, sources in _ways(model.metadata.sizes.num_layers, parallel, mixers, headed, final):
+    for value, sources in ways:
         for name in (value, *sources):
             if name != LOGITS and name not in model.metadata.hooks:
                 raise InputError(f"edges: {family!r} has no hook point {name}, by which its parts would be told apart")
@@ -172,7 +173,12 @@ def _refuse_inseparable(
 
 
 def _ways(
-    layers: int, parallel: bool, mixers: frozenset[int], headed: frozenset[int], final: str
+    layers: int,
+    parallel: bool,
+    mlps: frozenset[int],
+    mixers: frozenset[int],
+    headed: frozenset[int],
+    final: str,
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Each value, and the values that it is computed from."""
     for layer in range(layers):
@@ -190,9 +196,11 @@ def _ways(
             yield out, (z,)
         if not parallel:
             yield mid, (pre, out)
-        yield into, (middle,)
-        yield mlp, (into,)
-        yield post, (pre, out, mlp) if parallel else (mid, mlp)
+        if layer in mlps:
+            yield into, (middle,)
+            yield mlp, (into,)
+        ends = (pre, out) if parallel else (mid,)
+        yield post, (*ends, mlp) if layer in mlps else ends
         if layer + 1 < layers:
             yield str(HookPoint.ResidPre(layer + 1)), (post,)
     last = str(HookPoint.ResidPost(layers - 1))

@@ -67,7 +67,7 @@ class Outside:
             attended = stream + written[str(HookPoint.AttnOut(layer))]
             if not nodes.parallel:
                 written[nodes.stream(2 * layer + 1)] = attended
-            stream = attended + written[str(HookPoint.MlpOut(layer))]
+            stream = attended + written[str(HookPoint.MlpOut(layer))] if layer in nodes.mlps else attended
             written[nodes.stream(2 * layer + 2)] = stream
         both = {name: np.stack([values.of(name, 0), value]) for name, value in written.items()}
         return NodeValues(both, values.logits)
