@@ -11,7 +11,7 @@ import pytest
 from command_line import LLAMA, mionnx, succeeded
 from gguf_files import write_small
 from hub_server import HubServer, commit, serving
-from repository import REPOSITORY
+from repository import REPOSITORY, SHARED
 
 from mionnx import ExportError, InputError, MIModel, ModelError
 from mionnx.machine.progress import silent
@@ -394,6 +394,22 @@ class TestSingleFiles:
         assert "a.pth" not in hub.fetched()
         assert {"rwkv_vocab_v1.txt", "b_cfg.pkl"} <= {*hub.fetched()}
         assert "a_cfg.pkl" not in hub.fetched()
+
+
+@pytest.mark.slow
+def test_a_model_of_transformer_lens_comes_with_its_config_alone(hub):
+    """As neelnanda.io's lie there: weights of torch, checkpoints of the training in a folder, a config of its own."""
+    made = SHARED / "hooked_transformers" / "attention-only"
+    checkpoint = (made / "model_final.pth").read_bytes()
+    write(hub, {"model_final.pth": checkpoint, "checkpoints/model_100.pth": checkpoint})
+    for side in SIDES:
+        (hub.root / NAME / side).unlink()
+    shutil.copyfile(made / "config.json", hub.root / NAME / "config.json")
+    model = MIModel.from_pretrained(NAME, threads=1)
+    assert model.hooked.metadata.family == "hooked_transformer"
+    assert {*hub.fetched()} == {"config.json", "model_final.pth"}
+    expected = np.load(made / "expected.npz")["logits"]
+    np.testing.assert_allclose(model.forward(np.array([[1, 2, 3, 4, 5]])).output(), expected[:1], atol=1e-5)
 
 
 class TestAMistypedPath:
