@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
@@ -25,7 +26,12 @@ def export_file(file: Path, target: Path, dtype: str, progress: Progress) -> Non
     """See `exporters.hooked_transformer.export`."""
     target.mkdir(parents=True, exist_ok=True)
     beside = [one for one in find_files(file.parent) if one.name != CONFIG_JSON]
-    write_checkpoint(file, target)
+    settings = read_settings(file)
+    named = settings.get("tokenizer_name")
+    if named and not any(one.name.startswith("tokenizer") for one in beside):
+        where = f"{file.parent}: its config names the tokenizer of {named}"
+        warnings.warn(f"{where}; for text instead of token ids put its tokenizer.json there", stacklevel=2)
+    write_checkpoint(file, settings, target)
     keep_files(beside, file.parent, target)
 
     def said(stage: str, done: int, total: int) -> None:
@@ -37,9 +43,9 @@ def export_file(file: Path, target: Path, dtype: str, progress: Progress) -> Non
         raise ExportError(f"{file}: {error}") from error
 
 
-def write_checkpoint(file: Path, folder: Path) -> None:
+def write_checkpoint(file: Path, settings: Mapping[str, Any], folder: Path) -> None:
     """Write `config.json` and `model.safetensors` of a HookedTransformer as transformers' classes name them."""
-    config = converted(read_settings(file), file)
+    config = converted(settings, file)
     renamed = RenamedTensors(read_tensors(file), config, file).all()
     (folder / CONFIG_JSON).write_text(json.dumps(config, indent=1))
     save_file({name: tensor.contiguous() for name, tensor in renamed.items()}, folder / "model.safetensors")

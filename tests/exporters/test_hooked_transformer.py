@@ -150,6 +150,13 @@ def test_what_has_no_place_is_refused_by_name(own, tmp_path, monkeypatch, change
     assert not [*(tmp_path / "store").rglob("*.onnx")]
 
 
+def test_a_tokenizer_that_the_config_names_is_asked_for(own, tmp_path, monkeypatch):
+    monkeypatch.setenv("MIONNX_CACHE", str(tmp_path / "store"))
+    changed(own, tokenizer_name="EleutherAI/gpt-neox-20b", n_layers=1)  # refused behind the warning, without a tracing
+    with pytest.warns(UserWarning, match=r"names the tokenizer of EleutherAI/gpt-neox-20b"), pytest.raises(ExportError):
+        MIModel.from_pretrained(own)
+
+
 def test_a_pickled_config_that_wants_to_run_something_is_refused(own, tmp_path):
     class Evil:
         def __reduce__(self):
