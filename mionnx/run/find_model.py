@@ -273,7 +273,7 @@ def _fingerprint(folder: Path, dtype: str, exporter: ModuleType) -> str:
         files = [*folder.glob("*"), *folder.glob("onnx/*")]
     else:
         # all weights and configs of a foreign graph; of a `.pth` file the vocabulary, and its config there or above
-        patterns = ("*",) if folder.suffix == ".onnx" else ("rwkv_vocab*.txt", "config.json", "*_cfg.pkl")
+        patterns = ("*",) if folder.suffix == ".onnx" else ("rwkv_vocab*.txt", "tokenizer*", "config.json", "*_cfg.pkl")
         beside = (path for pattern in patterns for path in folder.parent.glob(pattern))
         files = [folder, *beside, *folder.parent.parent.glob("config.json")]
     rooms = (*EXPORTING, "mionnx.quantise") if dtype in BLOCKS else EXPORTING
