@@ -7,7 +7,8 @@
    positions. Of a norm in its own nodes the least mean square is looked at.
 4. What a mask adds minus infinity to is looked at where it is above `MASKED`.
 5. On request a product with a weight has the largest sum of |a||w|, which bounds every partial sum in any order.
-6. The model's own outputs are gone. Numbers are gathered: one output for each of `RANGE_OUTPUTS`.
+6. The model's own outputs are gone. Numbers are gathered: one output for each of `RANGE_OUTPUTS`. What has a number for
+   each position is reduced in one table of all such values: in a short text the nodes are what a pass costs.
 """
 
 from collections.abc import Iterator
@@ -51,14 +52,17 @@ class _Writer:
     graph: GraphProto
     opset: int
     observations: list[Observation] = field(default_factory=list)
-    entries: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in RANGE_OUTPUTS})
+    # The values of each output, one number each, and which observation or place it is of.
+    entries: dict[str, list[tuple[int, str]]] = field(default_factory=lambda: {name: [] for name in RANGE_OUTPUTS})
+    rows: list[tuple[int, int, str]] = field(default_factory=list)  # observation, place, magnitudes by position [seq]
+    places: int = 0
     nodes: list[NodeProto] = field(default_factory=list)
     constants: set[str] = field(default_factory=set)
 
-    def constant(self, values: list[int] | float) -> str:
-        """An initializer of int64 axes, or of one float."""
+    def constant(self, values: list[int] | float, title: str = "") -> str:
+        """An initializer of int64 numbers, or of one float; many are told by a title."""
         integral = isinstance(values, list)
-        name = f"mionnx.seen.{'_'.join(map(str, values)) if isinstance(values, list) else values}"
+        name = f"mionnx.seen.{title or ('_'.join(map(str, values)) if isinstance(values, list) else values)}"
         if name not in self.constants:
             self.constants.add(name)
             array = np.array(values, np.int64 if integral else np.float32)
@@ -79,14 +83,41 @@ class _Writer:
         self.nodes.append(helper.make_node(operator, [value], [name], name, axes=axes, keepdims=keep))
         return name
 
-    def look(self, value: str, title: tuple[str, str, str], lines: str, first: bool) -> None:
-        """Enter the largest of some numbers in a line, on request the least and the place of the largest."""
-        self.entries[LARGEST_OUTPUT].append(self.reduce("ReduceMax", lines, [0], "most", 1))
-        place = len(self.entries[LEAST_OUTPUT]) if first else None  # in both outputs
-        if first:
-            self.entries[LEAST_OUTPUT].append(self.reduce("ReduceMin", lines, [0], "least", 1))
-            self.entries[POSITION_OUTPUT].append(self.add("ArgMax", [lines], "place", axis=0, keepdims=1))
+    def look(self, title: tuple[str, str, str], line: str, placed: bool = False, by_position: bool = False) -> None:
+        """Enter the largest of the numbers in a line; of `placed` ones the least, and where the largest stands, too."""
+        number, place = len(self.observations), self.places if placed else None
         self.observations.append(Observation(*title, place))
+        if place is not None:
+            self.places += 1
+        if place is not None and by_position:
+            self.rows.append((number, place, line))
+            return
+        self.entries[LARGEST_OUTPUT].append((number, self.reduce("ReduceMax", line, [0], "most", 1)))
+        if place is not None:
+            self.entries[LEAST_OUTPUT].append((place, self.reduce("ReduceMin", line, [0], "least", 1)))
+            position = self.add("ArgMax", [line], "place", axis=0, keepdims=1)
+            self.entries[POSITION_OUTPUT].append((place, position))
+
+    def outputs(self) -> Iterator[tuple[str, int]]:
+        """Write the outputs, each with its length: numbers of the rows first, then put into their own order."""
+        reduced = dict.fromkeys(RANGE_OUTPUTS, "")
+        if self.rows:
+            whole = self.add("Concat", [line for *_, line in self.rows], "rows", axis=0)
+            table = self.add("Reshape", [whole, self.constant([len(self.rows), -1])], "table")
+            reduced = {
+                LARGEST_OUTPUT: self.reduce("ReduceMax", table, [1], "most", 0),
+                LEAST_OUTPUT: self.reduce("ReduceMin", table, [1], "least", 0),
+                POSITION_OUTPUT: self.add("ArgMax", [table], "place", axis=1, keepdims=0),
+            }
+        for output, entries in self.entries.items():
+            order = [number if output == LARGEST_OUTPUT else place for number, place, _ in self.rows]
+            order += [number for number, _ in entries]
+            if order:
+                names = [name for name in (reduced[output], *(name for _, name in entries)) if name]
+                joined = self.add("Concat", names, f"all of {output}", axis=0)
+                back = self.constant([int(one) for one in np.argsort(order)], f"order of {output}")
+                self.nodes.append(helper.make_node("Gather", [joined, back], [output], output))
+                yield output, len(order)
 
     def flat(self, value: str) -> str:
         """The numbers of a value in a line."""
@@ -106,14 +137,12 @@ def largest(graph: FloatGraph, products: bool = False) -> tuple[onnx.ModelProto,
         if products and node in graph.products():
             magnitudes = [writer.add("Abs", [one], f"of {value}") for one in node.input[:2]]
             sums = writer.add("MatMul", magnitudes, "bound")
-            writer.look(value, (name, PARTIAL_SUMS, node.op_type), writer.flat(sums), False)
-    proto.graph.node.extend(writer.nodes)
+            writer.look((name, PARTIAL_SUMS, node.op_type), writer.flat(sums))
     del proto.graph.output[:]
-    for output, entries in writer.entries.items():
-        if entries:
-            proto.graph.node.append(helper.make_node("Concat", entries, [output], output, axis=0))
-            kind = TensorProto.INT64 if output == POSITION_OUTPUT else TensorProto.FLOAT
-            proto.graph.output.append(helper.make_tensor_value_info(output, kind, [len(entries)]))
+    for output, length in writer.outputs():
+        kind = TensorProto.INT64 if output == POSITION_OUTPUT else TensorProto.FLOAT
+        proto.graph.output.append(helper.make_tensor_value_info(output, kind, [length]))
+    proto.graph.node.extend(writer.nodes)
     return proto, writer.observations
 
 
@@ -139,16 +168,16 @@ def _value(writer: _Writer, graph: FloatGraph, node: NodeProto, value: str, name
         unmasked = f"{seen}:unmasked"
         inputs = [real, magnitude, writer.constant(0.0)]
         writer.nodes.append(helper.make_node("Where", inputs, [unmasked], unmasked))
-        writer.look(seen, (name, PLAIN_VALUE, node.op_type), writer.flat(unmasked), False)
+        writer.look((name, PLAIN_VALUE, node.op_type), writer.flat(unmasked))
     elif positioned:
         others = [axis for axis in range(len(axes)) if axis != sequence_axis(axes)]
         lines = writer.reduce("ReduceMax", writer.add("Abs", [seen], "size"), others, "by position", 0)
-        writer.look(seen, (name, PLAIN_VALUE, node.op_type), lines, True)
+        writer.look((name, PLAIN_VALUE, node.op_type), lines, placed=True, by_position=True)
     elif value in inside:
-        writer.look(value, (name, MEAN_SQUARE, node.op_type), writer.flat(value), True)
+        writer.look((name, MEAN_SQUARE, node.op_type), writer.flat(value), placed=True)
     else:
         line = writer.add("Abs", [writer.flat(value)], "size")
-        writer.look(value, (name, PLAIN_VALUE, node.op_type), line, False)
+        writer.look((name, PLAIN_VALUE, node.op_type), line)
 
 
 def _squares(writer: _Writer, node: NodeProto, name: str) -> None:
@@ -159,4 +188,4 @@ def _squares(writer: _Writer, node: NodeProto, name: str) -> None:
         mean = writer.reduce("ReduceMean", source, [-1], f"mean {end}", 1)
         source = writer.add("Sub", [source, mean], f"centred {end}")
     sums = writer.reduce("ReduceSumSquare", source, [-1], f"squares {end}", 0)
-    writer.look(source, (name, SQUARES, node.op_type), writer.flat(sums), True)
+    writer.look((name, SQUARES, node.op_type), writer.flat(sums), placed=True)
