@@ -347,13 +347,15 @@ def bridge(model: MIModel, tokenizer: Any = None) -> OnnxBridge:
     folder = model.hooked.folder
     if model.hooked.metadata.bidirectional or not model.hooked.metadata.attends:
         raise InputError(f"{model.hooked.name}: a bridge is of a decoder with attention")
-    config = AutoConfig.from_pretrained(folder)
     try:
+        config = AutoConfig.from_pretrained(folder)
         architecture = determine_architecture_from_hf_config(config)
         described = build_bridge_config_from_hf(config, architecture, model.hooked.name, torch.float32)
         adapter = ArchitectureAdapterFactory.select_architecture_adapter(described)
     except ValueError as error:
-        raise InputError(f"TransformerLens has no bridge for {model.hooked.name}: {error}") from error
+        raise InputError(
+            f"TransformerLens has no bridge for {model.hooked.name}: {str(error).partition('. ')[0]}"
+        ) from error
     with init_empty_weights(include_buffers=False):
         shell = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     make_room(shell)

@@ -84,6 +84,7 @@ class _Names:
 
 def write_importances(costs: Scores, inside: NDArray[np.bool_], path: Path, model: Runner, nodes: Nodes) -> Path:
     """Write what corrupting each edge costs, [senders, receivers], and which edges are of a circuit."""
+    _refuse_other_layers(model, nodes)
     names = _Names.of(model)
     scores, member = np.full((2, len(names.senders), len(names.receivers)), np.nan)
     for row, column, at, group in _places(names, nodes):
@@ -104,6 +105,14 @@ def write_importances(costs: Scores, inside: NDArray[np.bool_], path: Path, mode
     return path
 
 
+def _refuse_other_layers(model: Runner, nodes: Nodes) -> None:
+    """Refuse a model with layers that the files have no names for: they name heads and an MLP in each."""
+    other = next((i for i in range(nodes.layers) if i in nodes.mixers or i not in nodes.mlps), None)
+    if other is not None:
+        kind = "a recurrent mixer" if other in nodes.mixers else "no MLP"
+        raise InputError(f"layer {other} of {model.hooked.name} has {kind}: EAP-IG's files are of heads and MLPs")
+
+
 def _tensors(names: _Names, scores: Scores, inside: Scores) -> dict[str, Any]:
     return {
         "cfg": names.cfg,
@@ -117,6 +126,7 @@ def _tensors(names: _Names, scores: Scores, inside: Scores) -> dict[str, Any]:
 
 def read_importances(path: Path, model: Runner, nodes: Nodes) -> Scores:
     """Read what corrupting each edge costs, [senders, receivers]."""
+    _refuse_other_layers(model, nodes)
     names = _Names.of(model)
     with told_of(path):
         cfg, entries = _entries(path)

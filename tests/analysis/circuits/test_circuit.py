@@ -224,6 +224,8 @@ def test_layers_of_a_mixer_alone_have_circuits(hybrid, family):
     assert not [label for label in (*ranking.senders, *ranking.receivers) if label.startswith("m")]
     whole = model.circuit(clean, corrupted, [0, ranking.count], scores=ranking, **TOKENS)
     assert whole.values == pytest.approx([whole.corrupted, whole.clean], abs=5e-5)
+    with pytest.raises(InputError, match=r"layer 0 of .* has a recurrent mixer: EAP-IG's files are of heads and MLPs"):
+        ranking.to_importances("nowhere.json", model)
     if "r0.h1" not in ranking.senders:  # path patching goes over heads, which these mixers have not
         return
     for receiver in ("r1", "logits"):
