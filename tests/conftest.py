@@ -208,6 +208,8 @@ def references(checkpoint: Callable[[str], Path]) -> Callable[[str], PreTrainedM
     import torch
     from transformers import AutoModelForCausalLM
 
+    import exporters.transformers.hooked_transformer  # noqa: F401 - transformers learns of the family
+
     single_threaded()
     loaded: dict[str, PreTrainedModel] = {}
 

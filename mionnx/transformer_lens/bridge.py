@@ -353,9 +353,8 @@ def bridge(model: MIModel, tokenizer: Any = None) -> OnnxBridge:
         described = build_bridge_config_from_hf(config, architecture, model.hooked.name, torch.float32)
         adapter = ArchitectureAdapterFactory.select_architecture_adapter(described)
     except ValueError as error:
-        raise InputError(
-            f"TransformerLens has no bridge for {model.hooked.name}: {str(error).partition('. ')[0]}"
-        ) from error
+        why = str(error).partition(". ")[0]  # advice on other versions follows
+        raise InputError(f"TransformerLens has no bridge for {model.hooked.name}: {why}") from error
     with init_empty_weights(include_buffers=False):
         shell = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     make_room(shell)
