@@ -5,6 +5,7 @@ files: a checkpoint that says its architecture is one of transformers' own is op
 `auto_map` is refused.
 """
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from exporters.config_sizes import check_sizes
+from exporters.hooked_transformer.settings import HOOKED_TRANSFORMER
 from exporters.transformers.encoder_families import is_encoder
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.folder_file import inside, read_json
@@ -41,6 +43,8 @@ def native_config(folder: Path) -> Any:
         raise ExportError(f"{folder / CONFIG_FILE} is damaged: it holds no table")
     check_sizes(table, folder / CONFIG_FILE)
     _check_code(table, folder)
+    if table.get("model_type") == HOOKED_TRANSFORMER:  # which transformers learns of by the import of its classes
+        import_module("exporters.transformers.hooked_transformer")
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers' errors share no base class

@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from exporters.hooked_transformer.settings import HOOKED_TRANSFORMER
 from exporters.transformers.encoder_families import ENCODERS, is_encoder
-from exporters.transformers.hooked_transformer import HookedTransformerConfig
 from exporters.transformers.layout import IN_CODE, Layout
 
 LLAMA = Layout()
@@ -235,7 +235,7 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
         stream="products",
     ),
     "granitemoehybrid": granite_hybrid,
-    HookedTransformerConfig.model_type: hooked_transformer,
+    HOOKED_TRANSFORMER: hooked_transformer,
     "jamba": JAMBA,
     "jetmoe": replace(LLAMA, attention="self_attention", output_projection=None),
     "kolibri1": replace(POST_NORMS, **GLM_NORMS),
