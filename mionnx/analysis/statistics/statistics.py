@@ -15,6 +15,7 @@ from mionnx.analysis.harvest.texts import Source, Texts
 from mionnx.errors import HookError, InputError, nearest
 from mionnx.graph.axes import KEYS, sequence_axis
 from mionnx.graph.hook_points import HookPoint
+from mionnx.inputs.token_batch import make_token_batch
 from mionnx.machine.arrays import to_array
 from mionnx.machine.brief import Brief, count, spelled
 from mionnx.machine.moments import Moments
@@ -171,7 +172,7 @@ class Statistics(Brief, Stored):
         """The interventions that put means in place of activations (mean ablation), by class.
 
         Args:
-            prompts: the prompts that the spec is for, in the order in which they run.
+            prompts: the prompts that the spec is for, in the order in which they run, and padded as they are there.
             points: hook points; all of these statistics if left out.
             positions, heads, rows, neurons: limits of the interventions; see `Intervention`.
 
@@ -183,18 +184,17 @@ class Statistics(Brief, Stored):
             model.forward(prompt, stats.ablation(model, prompt, "blocks.1.attn.hook_z", heads=3))
         """
         spec, texts = HookSpec(), prompt_ids(model, prompts)
-        longest = max(map(len, texts))
+        real = make_token_batch(model.ids(prompts), None, None, model.hooked).real
+        limits: dict[str, Any] = {"positions": _ascending(positions, real.shape[1]), "rows": _ascending(rows)}
+        limits |= {"heads": _ascending(heads), "neurons": _ascending(neurons)}
         if isinstance(points, str | HookPoint):
             points = [points]
         for hook in self.hooks if points is None else listed("points", points):
             means = [self.at(hook, ids) for ids in texts]
-            # on the side of prompts of unequal length
-            sides = [(0, longest - len(one)) if model.bidirectional else (longest - len(one), 0) for one in means]
-            padded = [np.pad(one, [side, *[(0, 0)] * (one.ndim - 1)]) for one, side in zip(means, sides, strict=True)]
+            value = np.zeros([*real.shape, *means[0].shape[1:]], np.float32)
+            value[real] = np.concatenate(means)
             axis = sequence_axis(HookPoint.parse(str(hook)).axes or ("batch", "seq"))
-            value = np.moveaxis(np.stack(padded), 1, axis).astype(np.float32)
-            edit = Intervention.Replace(value, positions=positions, heads=heads, rows=rows, neurons=neurons)
-            spec.intervene(str(hook), edit)
+            spec.intervene(str(hook), Intervention.Replace(np.moveaxis(value, 1, axis), **limits))
         return spec
 
     def _of(self, hook: Hook) -> Moments:
@@ -303,6 +303,21 @@ def statistics_of(
         for name in names:
             moments.add(name, Moments.of(batch[name], classes, covariance))
     return moments
+
+
+def _ascending(limit: Any, length: int = 0) -> Any:
+    """Indices of a limit in ascending order, negative ones of a text of a length.
+
+    A value with an entry for each index is read in the order given where a limit chooses all of them.
+    """
+    if limit is None or isinstance(limit, str | int | np.integer):
+        return limit
+    entries = [*limit]
+    if any(isinstance(one, str) for one in entries):
+        return entries
+    if not all(isinstance(one, int | np.integer) for one in entries):  # those of each row
+        return [_ascending(one, length) for one in entries]
+    return sorted(entries, key=lambda one: one + length if one < 0 else one)
 
 
 def _check(by: By, covariance: bool) -> None:

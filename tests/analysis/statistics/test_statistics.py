@@ -137,6 +137,31 @@ def test_means_take_the_place_of_activations(models, references, streams):
         found.ablation(model, np.arange(10) + 3)
 
 
+@pytest.mark.parametrize("hook", [HOOK, HEADS])
+def test_means_stand_at_their_places_whatever_the_order_of_limits_and_the_padding(models, hook):
+    model, texts = models("llama"), [TEXTS[0], TEXTS[2], TEXTS[0]]
+    found = model.statistics(TEXTS, hook, by="position")
+    limits = {"rows": [1, 2, 0], "positions": [[*range(5)], [0, 1, 2], [*range(5)]]}
+    limits |= {"heads": [1, 0]} if hook == HEADS else {}
+    backwards = {name: limit[::-1] for name, limit in limits.items()}
+    backwards["positions"] = [[4, 3, 2, 1, 0], [2, 0, -2], [4, -4, 2, 3, 0]]
+    whole, one, other = (found.ablation(model, texts, hook, **given) for given in ({}, limits, backwards))
+    expected = model.forward(texts, whole).output()
+    for spec in (one, other):
+        made = model.forward(texts, spec).output()
+        np.testing.assert_allclose(made[[0, 2]], expected[[0, 2]], atol=1e-6)
+        np.testing.assert_allclose(made[1, -3:], expected[1, -3:], atol=1e-6)
+    every = [4, 1, -3, 3, 0]  # as many as the text has tokens
+    alone = model.forward(TEXTS[0], found.ablation(model, TEXTS[0], hook, positions=every)).output()
+    np.testing.assert_allclose(alone[0], expected[0], atol=2e-5)
+    ids, mask = np.zeros((3, 6), np.int64), np.zeros((3, 6), np.int64)
+    for row, (text, first) in enumerate(zip(texts, (0, 1, 0), strict=True)):
+        ids[row, first : first + len(text)], mask[row, first : first + len(text)] = text, 1
+    padded = {"input_ids": ids, "attention_mask": mask}
+    made = model.forward(padded, found.ablation(model, padded, hook)).output()
+    np.testing.assert_allclose(made[mask > 0][:8], np.concatenate([expected[0], expected[1, -3:]]), atol=2e-5)
+
+
 def test_a_spec_with_interventions_is_measured_under_them(models):
     spec = HookSpec().intervene(HOOK, Intervention.Scale(0.0))
     assert np.abs(models("llama").statistics(TEXTS, HOOK, hooks=spec).mean(HOOK)).max() == 0
