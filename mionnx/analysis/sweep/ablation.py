@@ -17,7 +17,7 @@ from mionnx.analysis.sweep.metric import Measure, Tokens
 from mionnx.analysis.sweep.patched_runs import Shortcuts, shortcuts_for
 from mionnx.analysis.sweep.result import SweepResult
 from mionnx.analysis.sweep.sweep import Before, Donors, Sweep, SweepSetting, run_sweep
-from mionnx.errors import InputError, nearest
+from mionnx.errors import HookError, InputError, nearest
 from mionnx.graph.axes import sequence_axis
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.token_batch import Place
@@ -83,6 +83,8 @@ def ablation_sweep(
     others = compared.bases if reference is None else prompt_ids(model, reference)
     grid, identity = compared.grid(model, hook, over, layers), kind
     donors: Donors | None = _zeros
+    if kind != "resample":
+        _refuse_numbers_of_experts(grid, kind)
     if kind == "mean":
         donors, digest = _mean_donors(model.opened(Segments.of_sweep), grid, others, by)
         identity = f"mean {digest}"
@@ -106,6 +108,15 @@ def _check(kind: str, reference: Prompt | None, seed: int | None, by: By, repeat
     at_least("repeats", 1 if repeats is None else repeats, 1)
     if kind != "mean" and by is not None:
         raise InputError(f"by= is of a mean ablation: a {kind} ablation has no use for classes of tokens")
+
+
+def _refuse_numbers_of_experts(grid: Grid, kind: str) -> None:
+    point = HookPoint.parse(grid.hook(grid.layers[0]))
+    if point.variant == "MlpExpertIndices":
+        raise HookError(
+            f"{grid.template} holds the numbers of experts: {'the first' if kind == 'zero' else 'their mean'} would be "
+            f'chosen in place of others. Ablate {HookPoint.MlpExpertWeights(0).short}, or resample: kind="resample"'
+        )
 
 
 def _zeros(base: CleanRun) -> Arrays:

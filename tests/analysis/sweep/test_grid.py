@@ -107,6 +107,17 @@ def test_what_cannot_be_ablated_is_said(models, message, change):
         models("llama").ablation_sweep(CLEAN, **change)
 
 
+@pytest.mark.parametrize("kind", ["zero", "mean"])
+def test_numbers_of_experts_have_no_zero_and_no_mean(models, kind):
+    hook = "mlp.hook_expert_indices"
+    with pytest.raises(HookError, match=f"{hook} holds the numbers of experts"):
+        models("mixtral").ablation_sweep(
+            CLEAN, hook, "layer", kind=kind, reference=CORRUPTED if kind == "mean" else None
+        )
+    resampled = models("mixtral").ablation_sweep(CLEAN, hook, "layer", kind="resample", reference=[CLEAN, CORRUPTED])
+    assert np.isfinite(resampled.values).all()
+
+
 def test_a_state_at_the_end_of_a_call_is_not_swept_over(rwkv):
     with pytest.raises(HookError, match=r"no logits of this one depend on it: sweep over blocks.\{i\}.rwkv.hook_v"):
         rwkv("7-fla").ablation_sweep(CLEAN, "blocks.*.rwkv.hook_state", kind="mean")
