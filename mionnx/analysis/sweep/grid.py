@@ -235,13 +235,10 @@ def find_places(model: Runner, prompts: Prompt, ids: Sequence[Ids], positions: P
 
 def _texts(model: Runner, prompts: Any, count: int) -> list[Tokens | None]:
     """Prompts as tokenised texts; None for those that came as ids."""
-    entries = [prompts] if isinstance(prompts, str | Tokens) else list(prompts)
-    # A list of integers is one prompt of ids, not several prompts.
-    if len(entries) != count:
-        return [None] * count  # one prompt of ids
-    return [
-        model.tokenize(one) if isinstance(one, str) else one if isinstance(one, Tokens) else None for one in entries
-    ]
+    rows = model.ids(prompts)
+    entries = [rows] if isinstance(rows, Tokens) else rows if isinstance(rows, list | tuple) else []
+    # A list of integers is one prompt of ids, not several prompts; an encoding is ids, however many entries it has.
+    return [one if isinstance(one, Tokens) else None for one in entries] if len(entries) == count else [None] * count
 
 
 def _each(name: str, place: Any, count: int) -> list[Any]:

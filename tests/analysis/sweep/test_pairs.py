@@ -139,6 +139,20 @@ def test_positions_that_do_not_align_are_said(models, positions, message):
         models("llama").patch_sweep(clean, corrupted, answer=5, versus=9, positions=positions)
 
 
+def test_positions_in_an_encoding_of_as_many_entries_as_prompts(shipped):
+    """Of two padded prompts: its entries, ids and mask, are no texts."""
+    texts = [np.array([5, 6, 7, 8, 9]), np.array([10, 11, 12])]
+    ids, mask = np.zeros((2, 5), np.int64), np.zeros((2, 5), np.int64)
+    for row, text in enumerate(texts):
+        ids[row, : len(text)], mask[row, : len(text)] = text, 1
+    asked = {"metric": "logit", "answer": 5, "over": ("layer", "position"), "positions": {"some": [[0, 3], [-1]]}}
+    encoding = {"input_ids": ids, "attention_mask": mask}
+    one, other = (shipped.ablation_sweep(given, "resid_mid", **asked) for given in (texts, encoding))
+    np.testing.assert_allclose(one.by_pair, other.by_pair, atol=1e-6)
+    with pytest.raises(InputError, match="this prompt came as ids"):
+        shipped.ablation_sweep(encoding, "resid_mid", **{**asked, "positions": {"some": "input"}})
+
+
 def test_names_without_their_axis_and_strings_that_are_not_there_are_said(shipped):
     texts = "The capital of France is", "The capital of Peru is"
     with pytest.raises(InputError, match="an axis 'position'"):
