@@ -10,6 +10,7 @@ import numpy as np
 
 from mionnx.bind.bound_spec import BoundSpec
 from mionnx.bind.selection import Selection
+from mionnx.bind.state_gates import states_of
 from mionnx.errors import GradientError, InterventionError
 from mionnx.graph.axes import KEYS, TOKEN_AXES, sequence_axis
 from mionnx.inputs.token_batch import TokenBatch
@@ -25,6 +26,12 @@ def differs_by_row(bound: BoundSpec) -> bool:
     if metric is not None and (_listed(metric.answer) or _listed(metric.versus) or metric.tensors):
         return True
     return any(_differs(edit.axes, one) for edit, one in bound.edits)
+
+
+def reaches_by_row(bound: BoundSpec) -> bool:
+    """Whether what a spec changes may be read in some rows of unequal length and not in others."""
+    placed = (one.positions is not None or one.rules.by_distance for _, one in bound.edits)
+    return bool(states_of(bound.spec)) or any(placed)
 
 
 def _differs(axes: Sequence[str], one: Intervention) -> bool:

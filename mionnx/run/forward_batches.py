@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from mionnx.bind.bound_spec import BoundSpec
 from mionnx.bind.logit_selection import Logits
 from mionnx.bind.metric_inputs import Feeds, metric_inputs, seed_inputs, with_ids
-from mionnx.bind.spec_rows import SpecRows, differs_by_row
+from mionnx.bind.spec_rows import SpecRows, differs_by_row, reaches_by_row
 from mionnx.graph.axes import dynamic_sizes, shape_of
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
@@ -158,10 +158,12 @@ def map_rows(
     """
     bound, hooked = bound or request.bound(model), model.hooked
     prompts, full = read_prompts(request.tokens, request.attention_mask, request.past, hooked), None
-    if differs_by_row(bound) or request.prompt_length is not None:
+    by_row = differs_by_row(bound) or request.prompt_length is not None
+    if checked_once := by_row or reaches_by_row(bound):
         full = request.batch(model)
         bound.check(full, request.use_cache)  # on all rows at once: a part may lack what an intervention is for
         metric_feeds(model, bound, full)
+        full = full if by_row else None
     if keep:
         refuse_all(bound, [max(prompts.lengths)] * len(prompts), prompts.seen, request.use_cache)
 
@@ -171,7 +173,7 @@ def map_rows(
         batch = make_token_batch(ids, mask, past, hooked, lengths)
         spec = bound.spec if full is None else SpecRows(bound, full).of(rows, batch.seq)
         if run is not None:
-            cache = run(spec, batch, past, full is not None, rows)
+            cache = run(spec, batch, past, checked_once, rows)
         else:
             cache = run_pass(
                 model,
@@ -180,7 +182,7 @@ def map_rows(
                 past,
                 use_cache=request.use_cache,
                 logits=bool(request.logits),
-                effective=full is not None,
+                effective=checked_once,
             )
         return [read(row, one) for row, one in zip(rows, rows_of(cache, bound, batch), strict=True)]
 

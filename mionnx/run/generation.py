@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from mionnx.bind.spec_rows import SpecRows, differs_by_row
+from mionnx.bind.spec_rows import SpecRows, differs_by_row, reaches_by_row
 from mionnx.errors import HookError, InputError, TokenizerError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.kv_cache import KVCache
@@ -278,17 +278,18 @@ def _in_batches(
     shared = past if past is not None and past.batch == 1 else None
     ids = model.ids(tokens)
     prompts = read_prompts(ids, attention_mask, None if shared is not None else past, hooked)
-    full = None
-    if differs_by_row(bound):
+    full, by_row = None, differs_by_row(bound)
+    if checked := by_row or reaches_by_row(bound):
         full, _ = _prompts(model, ids, attention_mask, cache, stopping)
         bound.values(full)
         check_steps(bound, full, False)
+        full = full if by_row else None
 
     def run(rows: list[int]) -> list[list[int]]:
         ids, mask, own = prompts.part(rows)
         batch, before = _prompts(model, ids, mask, own if shared is None else shared, stopping)
         spec = request.spec if full is None else SpecRows(bound, full).of(rows, batch.seq)
-        part = replace(request, spec=spec, rows=rows, checked=full is not None)
+        part = replace(request, spec=spec, rows=rows, checked=checked)
         return [row.tolist() for row in _continued(model, batch, before, part).new_ids]
 
     seen = prompts.seen + stopping.max_new_tokens

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mionnx import HookCache, HookSpec, InputError, Intervention, MIError
+from mionnx import HookCache, HookSpec, InputError, Intervention, Logits, MIError
 
 TOLERANCE = 5e-5
 TEXTS = [
@@ -147,3 +147,24 @@ def test_losses(shipped, size):
     assert np.isclose(loss, shipped(TEXTS, "loss"), atol=TOLERANCE)
     with pytest.raises(InputError, match="two tokens"):
         shipped(["Paris", "The"], "loss", batch_size=size)
+
+
+@pytest.mark.parametrize("size", [1, 2, "auto"])
+def test_an_effect_that_only_some_rows_can_show(shipped, size):
+    """Behind the last layer a change at the fourth token is read in the texts that end there, however rows are run."""
+    texts = [*(text for text in TEXTS if len(text.split()) > 3), "The capital of France"]
+    late = Intervention.Add(np.linspace(-1, 1, 128, dtype=np.float32), positions=[3])
+    spec = HookSpec().intervene("blocks.3.hook_resid_post", late)
+    last = Logits(positions=-1)
+    one, other = (shipped.forward(texts, spec, logits=last, batch_size=each).output() for each in (None, size))
+    assert near(one, other)
+    one, other = (shipped.logit_lens(texts, spec, positions=-1, batch_size=each) for each in (None, size))
+    assert all(near(a.readout.log_probs, b.readout.log_probs) for a, b in zip(one, other, strict=True))
+    one, other = (shipped.generate(texts, spec, max_new_tokens=2, batch_size=each) for each in (None, size))
+    assert one.texts == other.texts
+    asked = {"points": "blocks.1.hook_resid_post", "answer": "Paris", "hooks": spec}
+    one, other = (shipped.gradients(texts, **asked, batch_size=each).metric for each in (None, size))
+    assert near(one, other)
+    nowhere = [text for text in texts if len(text.split()) > 4]
+    with pytest.raises(MIError, match="changes nothing"):
+        shipped.forward(nowhere, spec, logits=last, batch_size=size)
