@@ -195,19 +195,31 @@ def subspace_interchange(
     changes, ends, shares = [], [], []
     for number, pair in enumerate(compared.pairs):
         rows = rows_of(pair, [one for one in (pair.base, pair.other) if one is not None])
-        spec = HookSpec().capture(point, positions=list(places))
+        at = [_place(one, number, len(compared.bases[number]), len(pair.base)) for one in places]
+        spec = HookSpec().capture(point, positions=at)
         cache = model.forward(rows, spec, logits=part_of(pair, model))
         logits = values_read(model.hooked, cache.output())
         measured = compared.bind(model, number, *logits)
         own, other = cache[str(point)].astype(np.float64)
         moves, share = _moves(subspace, bases, other - own, strength)
         ends.append(measured.measure(logits))
-        changes.append(measured.measure(_moved(model, pair, point, places, moves)) - ends[-1][0])
+        changes.append(measured.measure(_moved(model, pair, point, at, moves)) - ends[-1][0])
         shares.append(share)
     model.give_back(later=True)
     by_pair, (before, after) = np.array(changes), np.array(ends).T
     facts = (str(point), places, len(subspace), compared.metric.name, compared.about)
     return SubspaceEffect(*facts, by_pair[:, 0], by_pair[:, 1:].T, before, after, np.array(shares))
+
+
+def _place(position: int, pair: int, length: int, read: int) -> int:
+    """A position of a text, counted from its start; one behind the last that is read is refused."""
+    place = position + length if -length <= position < 0 else position
+    if read <= place < length:
+        raise InputError(
+            f"pair {pair}: position {position} is token {place}, behind token {read - 1}, whose logits are read: an "
+            "interchange there changes nothing"
+        )
+    return place
 
 
 def _moves(subspace: Subspace, bases: Sequence[Subspace], distance: Numbers, strength: float) -> tuple[Numbers, float]:
@@ -224,8 +236,8 @@ def _moves(subspace: Subspace, bases: Sequence[Subspace], distance: Numbers, str
     return strength * np.stack(moves), float((move**2).sum() / (distance**2).sum())
 
 
-def _moved(model: Runner, pair: Pair, point: HookPoint, positions: tuple[int, ...], moves: Numbers) -> NDArray[Any]:
+def _moved(model: Runner, pair: Pair, point: HookPoint, positions: list[int], moves: Numbers) -> NDArray[Any]:
     """The logits where the metric reads, a row a move."""
     rows = rows_of(pair, [pair.base] * len(moves))
-    spec = HookSpec().intervene(point, Intervention.Add(moves.astype(np.float32), positions=[*positions]))
+    spec = HookSpec().intervene(point, Intervention.Add(moves.astype(np.float32), positions=positions))
     return np.asarray(values_read(model.hooked, model.forward(rows, spec, logits=part_of(pair, model)).output()))

@@ -79,6 +79,18 @@ def test_several_positions_and_strengths(shipped, capitals):
     assert both.p_value == 1
 
 
+def test_negative_positions_count_from_the_end_of_a_text_that_is_read_before_it(shipped, capitals):
+    asked = {"hook": HOOK, "metric": "logit", "answer": "Paris", "placebos": 0}
+    longer = [[f"{text} the city of Paris" for text in texts] for texts in (CLEAN, CORRUPTED)]
+    plain, cut = (
+        shipped.subspace_interchange(*texts, capitals, **asked, **places).by_pair
+        for texts, places in (((CLEAN, CORRUPTED), {}), (longer, {"position": 4, "positions": -5}))
+    )
+    np.testing.assert_allclose(cut, plain, atol=1e-4)
+    with pytest.raises(InputError, match="position -1 is token 8, behind token 4, whose logits are read"):
+        shipped.subspace_interchange(*longer, capitals, **asked, position=4)
+
+
 def test_what_cannot_be_interchanged_is_refused(shipped, capitals):
     for arguments, error, message in (
         ({"subspace": None}, InputError, "say what is interchanged"),
