@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -38,7 +38,7 @@ def need_head(model: Runner, verb: str, *heads: str) -> None:
 
 def listed_texts(texts: Texts, pairs: bool) -> list[Any]:
     """Texts as a list of texts or pairs of texts."""
-    if not isinstance(texts, Iterable):
+    if not isinstance(texts, Iterable) or isinstance(texts, Mapping):  # the keys of a dictionary are no texts
         raise InputError(f"texts are a text or a list of them, got a {type(texts).__name__}")
     entries = list[Any]()
     for entry in [texts] if isinstance(texts, str) or (pairs and is_pair(texts)) else texts:  # may be range(10**12)

@@ -142,6 +142,7 @@ def test_a_value_for_each_row_and_position_means_the_same_in_batches(text_encode
         ("embedding", lambda model: model.embed([]), "nothing to run on"),
         ("embedding", lambda model: model.embed(iter(int, 1)), "each of the texts is a text"),
         ("embedding", lambda model: model.embed([3]), "each of the texts is a text"),
+        ("embedding", lambda model: model.embed({"text": ["a"]}), "a list of them, got a dict"),
         ("embedding", lambda model: model.embed("a", prompt_name="query"), "names no prompt"),
         ("embedding", lambda model: model.embed("a", prompt_name="s2p-query"), "names no prompt"),
         ("embedding", lambda model: model.embed("a", normalize=False), "hook_pooled"),

@@ -26,6 +26,11 @@ class Texts:
         self._texts: Iterable[Any] = ()
         if isinstance(source, str | Path):
             self._files = _files(Path(source))
+        elif isinstance(source, Mapping):
+            raise InputError(
+                f"texts are a file, a folder or an iterable of texts, and a dictionary's are its keys, "
+                f"{', '.join(map(repr, [*source][:3]))}: give the list of texts, or of rows of ids"
+            )
         elif isinstance(source, Iterable):
             self._texts = source
         else:

@@ -115,6 +115,8 @@ def trace(
     if not (answer is None and toward is None) and (max_logits, logit_share) != (MOST_LOGITS, LOGIT_SHARE):
         raise InputError("max_logits= and logit_share= choose logits where neither answer= nor toward= does")
     entries = [*prompt] if isinstance(prompt, np.ndarray) and prompt.ndim > 1 else entries_of(prompt)
+    if entries is not None and not len(entries):
+        raise InputError("there is no prompt to trace: the array has no rows")
     answers = [answer] if entries is None else each_of(answer, len(entries), "answer")
     limits = max_features, max_logits, logit_share, skip, memory
     graphs = [

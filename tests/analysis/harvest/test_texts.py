@@ -1,6 +1,7 @@
 """Texts of files and folders come in their order; a dataset that cannot be read is refused by what is wrong with it."""
 
 import json
+from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,13 @@ def splits(folder: Path) -> None:
 
 def other_files(folder: Path) -> None:
     (folder / "notes.md").write_text("x")
+
+
+def test_an_encoding_is_no_list_of_its_keys() -> None:
+    for encoding in ({"input_ids": [[5, 6]], "attention_mask": [[1, 1]]}, UserDict(input_ids=[[5, 6]])):
+        with pytest.raises(InputError, match="a dictionary's are its keys, 'input_ids'"):
+            Texts(encoding)
+    assert [*Texts([{"input_ids": [5, 6]}])] == [{"input_ids": [5, 6]}]
 
 
 @pytest.mark.parametrize(

@@ -313,6 +313,8 @@ def test_what_cannot_be_traced_is_refused(model, tmp_path):
         model.trace(TEXT, transcoders, memory=1)
     with pytest.raises(InputError, match="give answer= too"):
         model.trace(TEXT, transcoders, versus=5)
+    with pytest.raises(InputError, match="no prompt to trace"):
+        model.trace(np.zeros((0, 8), np.int64), transcoders)
     vector = np.ones(model.hidden_size, np.float32)
     for toward, words in (
         ("0_1_2", "no features lead to it"),
