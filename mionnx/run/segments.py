@@ -104,14 +104,29 @@ class Segments:
         return names if apart else ()
 
     def keys_of(self, layer: int) -> dict[str, str]:
-        """Hook points of a layer's keys and values -> the graph inputs that take them as past."""
+        """A layer's keys and values, as its cache takes them -> the graph inputs that take them as past."""
         if layer == EMBEDDING:
             return {}
         rotated, plain = str(HookPoint.AttnRotK(layer)), str(HookPoint.AttnK(layer))
         key = rotated if rotated in self.model.metadata.hooks else plain
         if key not in self.model.metadata.hooks:
             return {}
-        return dict(zip((key, str(HookPoint.AttnV(layer))), KEYS_AND_VALUES.layer_inputs(layer), strict=True))
+        inputs = KEYS_AND_VALUES.layer_inputs(layer)
+        # Where keys are normed behind their rotation (Llama 4), the cache takes what no hook point has.
+        added = [
+            self._added.get(past, own) for past, own in zip(inputs, (key, str(HookPoint.AttnV(layer))), strict=True)
+        ]
+        return dict(zip(added, inputs, strict=True))
+
+    @once_property
+    def _added(self) -> dict[str, str]:
+        """Graph input of a past -> the value that is put behind it; of caches that are a plain concatenation."""
+        ends = [(port.past, self.flow.producer(port.present)) for port in self.model.metadata.ports if port.positional]
+        return {
+            past: end.input[1]
+            for past, end in ends
+            if end is not None and end.op_type == "Concat" and len(end.input) == 2 and end.input[0] == past
+        }
 
     def last_position(self, rows: Rows) -> Rows:
         """The same rows, to be computed at the last position alone behind the last attention."""

@@ -37,7 +37,7 @@ from mionnx.run.segments import Arrays, Segments
 Numbers = NDArray[np.float64]
 Donors = Callable[[CleanRun], Arrays]
 Before = Callable[["Sweep"], None]
-FORMAT = 1  # raise it when the same sweep gives other values: files of before are then another sweep's
+FORMAT = 2  # raise it when the same sweep gives other values: files of before are then another sweep's
 EVERY = 5.0  # seconds between two writes of computed cells
 
 

@@ -1,8 +1,10 @@
 """Sweeps: every cell equals one forward pass with that one patch, in torch and here; whatever is left out of it."""
 
 import itertools
+import shutil
 
 import numpy as np
+import onnx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from oracle import Inputs, run
 from scipy.special import log_softmax
 from sweep_pairs import DIFFERENT, HEADS, SEQ, difference, prompts
 
-from mionnx import HookPoint, HookSpec, Intervention
+from mionnx import HookPoint, HookSpec, Intervention, MIModel
 from mionnx.analysis.sweep.patched_runs import Shortcuts
 from mionnx.errors import InputError
 
@@ -81,6 +83,32 @@ def test_shortcuts_hold_where_attention_sees_a_window_only(models, hook):
     np.testing.assert_allclose(every.values, reference.values, atol=5e-6)
     assert ((every.effect == 0) == (reference.effect == 0)).all()
     assert np.abs(reference.effect).max() > 1e-3
+
+
+def test_shortcuts_hold_where_keys_change_between_their_last_hook_point_and_the_cache(hooked, tmp_path):
+    """Llama 4 norms keys behind their rotation; here they are scaled there, each number by another factor."""
+    folder = shutil.copytree(hooked("llama"), tmp_path / "scaled")
+    proto = onnx.load(folder / "model.onnx", load_external_data=False)
+    nodes = [*proto.graph.node]
+    width = MIModel.from_pretrained(hooked("llama"), threads=1).hooked.axes(HookPoint.AttnRotK(0))[-1]
+    factors = np.linspace(0.5, 2, width, dtype=np.float32)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(factors, "key_factors"))
+    for joined in [node for node in nodes if node.op_type == "Concat" and node.input[0].endswith(".key")]:
+        scaled = f"{joined.name}.scaled"
+        nodes.insert(nodes.index(joined), onnx.helper.make_node("Mul", [joined.input[1], "key_factors"], [scaled]))
+        joined.input[1] = scaled
+    del proto.graph.node[:]
+    proto.graph.node.extend(nodes)
+    onnx.save(proto, folder / "model.onnx")
+    model, (clean, corrupted) = MIModel.from_pretrained(folder, threads=1, check="none"), prompts(3)
+    for hook in ("hook_resid_pre", "hook_rot_k"):
+        found = model.patch_sweep(clean, corrupted, hook, answer=5, versus=9)
+        values = model.forward(clean, HookSpec().capture(f"blocks.*.{'attn.' * ('rot' in hook)}{hook}"))
+        for layer, at in itertools.product(range(2), range(SEQ)):
+            point = HookPoint.AttnRotK(layer) if "rot" in hook else HookPoint.ResidPre(layer)
+            spec = HookSpec().intervene(point, Intervention.Replace(values[point], positions=at))
+            logits = model.forward(corrupted, spec).output()[0, -1]
+            assert found.values[layer, at] == pytest.approx(difference(logits, 5, 9), abs=5e-5)
 
 
 @pytest.mark.parametrize("direction", ["denoising", "noising"])
