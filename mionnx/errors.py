@@ -69,9 +69,9 @@ def install(extra: str) -> str:
     return f"pip install -e '.[{extra}]' in a checkout of mionnx"
 
 
-def nearest(name: str, choices: Iterable[str]) -> str:
+def nearest(name: object, choices: Iterable[str]) -> str:
     """End of an error message with the valid choice nearest to a name; empty if none is near."""
-    matches = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)
+    matches = difflib.get_close_matches(str(name), list(choices), n=1, cutoff=0.5)
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
 

@@ -102,6 +102,8 @@ def as_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _as_message(number: int, entry: Message) -> dict[str, Any]:
+    if not isinstance(entry, Mapping):
+        raise InputError(f"message {number} is a {type(entry).__name__}, and not {{'role': 'user', 'content': TEXT}}")
     if not isinstance(entry.get("role"), str):
         near = next((near for key in entry if (near := nearest(str(key), ["role"]))), "")
         raise InputError(f"message {number} has no role; it has {', '.join(map(repr, entry)) or 'nothing'}{near}")

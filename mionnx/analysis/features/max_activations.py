@@ -132,8 +132,9 @@ def max_activations(
         at_least(name, number, least)
     layers = [*_layers(model, coders, features)]
     key, state = _identity(activations, layers, k), None if path is None else Path(path)
-    seen = _resumed(state, key) or [Seen.nothing(len(one.numbers), SPARE * k) for one in layers]
     total = activations.tokens
+    places = min(SPARE * k, total)
+    seen = _resumed(state, key) or [Seen.nothing(len(one.numbers), places) for one in layers]
     with shown(progress) as show:
         for piece, begin in enumerate(range(seen[0].tokens, total, AT_ONCE), start=1):
             for one, so_far in zip(layers, seen, strict=True):

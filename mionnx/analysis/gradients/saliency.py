@@ -35,7 +35,7 @@ from mionnx.machine.typed import typed
 from mionnx.run.batching import AUTO, BatchSize, batches_of, check_batch_size
 from mionnx.run.hook_cache import HookCache
 from mionnx.run.metric_place import values_read
-from mionnx.run.prompt import Ids, each_of, prompt_ids, token_of, token_text, typed_prompts
+from mionnx.run.prompt import Ids, each_of, one_prompt, token_of, token_text, typed_prompts
 from mionnx.run.runner import Runner
 from mionnx.run.tokenizing import Prompt, takes_encoding
 from mionnx.spec.hook_choice import Hook
@@ -247,7 +247,7 @@ def _baseline(
         raise InputError(f"the baseline holds {array.dtype}, it must hold numbers")
     # Integers are another text's ids, fractions are the value itself.
     if array is None or array.dtype.kind in "iu":
-        (other,) = prompt_ids(model, baseline if array is None else array)
+        other = one_prompt(model, baseline if array is None else array)
         if len(other) != len(ids):
             raise InputError(f"the baseline has {len(other)} tokens, the text {len(ids)}: positions must correspond")
         return model.forward(other[None], capture, logits=Logits(positions=-1))[point.name]

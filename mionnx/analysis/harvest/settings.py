@@ -52,8 +52,9 @@ class Settings:
             raise InputError(f"dtype={self.dtype!r}; one of {', '.join(HARVEST_DTYPES)}")
         if self.k is not None and self.sae is None:
             raise InputError("k= is how many features of an autoencoder are written: give sae=")
-        if self.positions is not None and not isinstance(self.positions, str) and not callable(self.positions):
-            integers(self.positions)  # refuses what is no integer, before anything runs
+        numbered = not (self.positions is None or isinstance(self.positions, str) or callable(self.positions))
+        if numbered and not integers(self.positions):  # which refuses what is no integer, before anything runs
+            raise InputError("positions=[]: no token of any text would be written")
 
     @property
     def features(self) -> int | None:

@@ -23,6 +23,7 @@ from mionnx.errors import HookError, InterventionError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.tokens import decode
 from mionnx.machine.arrays import to_array
+from mionnx.machine.brief import spelled
 from mionnx.machine.ranges import listed
 from mionnx.machine.typed import typed
 from mionnx.run.generation import generate
@@ -121,6 +122,7 @@ def patch_activations(
     Example:
         model.patch_activations("The capital of Italy is", "The capital of France is", [(1, 3)], [3])
     """
+    _check_entries("coordinates", coordinates, "(layer, position)")
     streams = forward_with_capture(model, donor, [layer for layer, _ in coordinates])
     spec = HookSpec()
     for layer, position in coordinates:
@@ -164,7 +166,14 @@ def _ablation(model: Runner, layers: Layers, positions: int | Sequence[int] | No
     return HookSpec().intervene([*_points(model, layers).values()], Intervention.Zero(positions=positions))
 
 
+def _check_entries(name: str, entries: Sequence[Any], form: str) -> None:
+    for entry in entries:
+        if not isinstance(entry, tuple | list) or len(entry) != form.count(",") + 1:
+            raise InterventionError(f"{name}= are {form} each, and {spelled(entry)} is among them")
+
+
 def _steering(model: Runner, steers: Sequence[Steer], positions: Sequence[int | str]) -> HookSpec:
+    _check_entries("steers", steers, "(layer, vector, strength)")
     spec = HookSpec()
     for layer, vector, strength in steers:
         try:

@@ -89,8 +89,9 @@ def ablation_sweep(
         donors, digest = _mean_donors(model.opened(Segments.of_sweep), grid, others, by)
         identity = f"mean {digest}"
     elif kind == "resample":
-        compared, donors = _resampled(compared, others, seed or 0, repeats or 1), None
-        identity = f"resample {seed or 0}"  # drawn values make new pairs, whose other runs are the donors
+        seed = 0 if seed is None else seed
+        compared, donors = _resampled(compared, others, seed, repeats or 1), None
+        identity = f"resample {seed}"  # drawn values make new pairs, whose other runs are the donors
     shortcuts = shortcuts_for(model.hooked, shortcuts)
     setting = SweepSetting(grid, f"{kind.capitalize()} ablation of", shortcuts, donors, identity)
     return run_sweep(Sweep(model, compared, setting), progress, resume, resume_key, before)
@@ -165,7 +166,7 @@ def class_places(moments: Moments, classes: Ids, by: By) -> Ids:
 
 def _resampled(compared: Pairs, reference: Sequence[Ids], seed: int, repeats: int) -> Pairs:
     """Each prompt `repeats` times, each time with another prompt drawn, whose values are put in."""
-    if not isinstance(seed, int | np.integer) or seed < 0:
+    if not isinstance(seed, int | np.integer) or isinstance(seed, bool) or seed < 0:
         raise InputError(f"seed={seed!r}: an integer of 0 or above")
     draw, pairs = np.random.default_rng(seed), []
     for number in range(len(compared) * repeats):

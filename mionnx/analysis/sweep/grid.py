@@ -242,6 +242,7 @@ def _texts(model: Runner, prompts: Any, count: int) -> list[Tokens | None]:
 
 
 def _each(name: str, place: Any, count: int) -> list[Any]:
+    place = place[()] if getattr(place, "ndim", None) == 0 else place  # the number in an array of one
     if isinstance(place, str) or not isinstance(place, Iterable):
         return [place] * count
     entries: list[Any] = [*place]
