@@ -31,8 +31,8 @@ from mionnx.run.prompt import token_text
 from mionnx.run.runner import Runner
 
 AT_ONCE = 2**14  # tokens whose activations are in memory at once
+STATE = 2  # raise it when a state holds something else
 SAVED = 32  # pieces behind which the state is written
-SPARE = 4  # candidates for each text that is shown: several may be of one text
 LOWEST, OCTAVES, QUARTERS = -8, 16, 4  # of the histogram: from 2^-8, 16 octaves in quarters
 TOKENS = 8  # raised and lowered, of each feature
 
@@ -41,8 +41,9 @@ TOKENS = 8  # raised and lowered, of each feature
 class Seen:
     """What is known of some features behind some tokens, all [features, ...]."""
 
-    best: Floats  # the largest activations
-    places: Numbers  # and their tokens
+    best: Floats  # the largest activations, one of a text
+    places: Numbers  # their tokens
+    texts: Numbers  # and their texts; -1 for none
     histogram: Numbers
     count: Numbers
     total: NDArray[np.float64]
@@ -55,18 +56,28 @@ class Seen:
         return cls(
             best,
             places,
+            places - 1,
             np.zeros((features, OCTAVES * QUARTERS), np.int64),
             np.zeros(features, np.int64),
             np.zeros(features),
         )
 
-    def add(self, acts: Floats) -> None:
-        """Take activations [tokens, features] of the next tokens in."""
+    def add(self, acts: Floats, texts: Numbers) -> None:
+        """Take activations [tokens, features] of the next tokens in, each of a text [tokens]."""
         most, acts = self.best.shape[1], acts.T
-        numbers = np.broadcast_to(self.tokens + np.arange(acts.shape[1]), acts.shape)
-        best, places = np.concatenate([self.best, acts], axis=1), np.concatenate([self.places, numbers], axis=1)
-        order = np.argsort(-best, axis=1, kind="stable")[:, :most]  # of equal ones the first
-        self.best, self.places = np.take_along_axis(best, order, 1), np.take_along_axis(places, order, 1)
+        begins = np.flatnonzero(np.diff(texts, prepend=texts[0] - 1))
+        largest, own = np.maximum.reduceat(acts, begins, axis=1), np.cumsum(np.isin(np.arange(len(texts)), begins)) - 1
+        numbers = np.where(acts == largest[:, own], self.tokens + np.arange(len(texts)), np.iinfo(np.int64).max)
+        places = np.minimum.reduceat(numbers, begins, axis=1)  # of equal ones the first
+        # The text that goes on from the tokens before keeps one place.
+        again = self.texts == texts[0]
+        older = (self.best * again).max(axis=1) >= largest[:, 0]
+        largest[:, 0] = np.where(older, 0, largest[:, 0])
+        kept = np.where(again & ~older[:, None], 0, self.best)
+        best, places = np.concatenate([kept, largest], axis=1), np.concatenate([self.places, places], axis=1)
+        named = np.concatenate([self.texts, np.broadcast_to(texts[begins], largest.shape)], axis=1)
+        order = np.argsort(-best, axis=1, kind="stable")[:, :most]
+        self.best, self.places, self.texts = (np.take_along_axis(one, order, 1) for one in (best, places, named))
         feature, token = np.nonzero(acts > 0)
         bins = np.clip((np.log2(acts[feature, token]) - LOWEST) * QUARTERS, 0, OCTAVES * QUARTERS - 1).astype(np.int64)
         np.add.at(self.histogram, (feature, bins), 1)
@@ -133,18 +144,18 @@ def max_activations(
     layers = [*_layers(model, coders, features)]
     key, state = _identity(activations, layers, k), None if path is None else Path(path)
     total = activations.tokens
-    places = min(SPARE * k, total)
-    seen = _resumed(state, key) or [Seen.nothing(len(one.numbers), places) for one in layers]
+    seen = _resumed(state, key) or [Seen.nothing(len(one.numbers), min(k, total)) for one in layers]
     with shown(progress) as show:
         for piece, begin in enumerate(range(seen[0].tokens, total, AT_ONCE), start=1):
             for one, so_far in zip(layers, seen, strict=True):
-                so_far.add(one.acts(activations[one.hook][begin : begin + AT_ONCE]))
+                values = one.acts(activations[one.hook][begin : begin + AT_ONCE])
+                so_far.add(values, np.asarray(activations.text_index[begin : begin + AT_ONCE]).astype(np.int64))
             show("tokens", min(begin + AT_ONCE, total), total)
             if state is not None and piece % SAVED == 0:
                 _save(state, key, seen)
     if state is not None:
         _save(state, key, seen)
-    return _dashboards(model, activations, layers, seen, k, before, after)
+    return _dashboards(model, activations, layers, seen, before, after)
 
 
 def _layers(model: Runner, coders: SAE | TranscoderSet, features: Sequence[int | str]) -> Iterator[LayerFeatures]:
@@ -180,7 +191,6 @@ def _dashboards(
     activations: Activations,
     layers: Sequence[LayerFeatures],
     seen: Sequence[Seen],
-    k: int,
     before: int,
     after: int,
 ) -> FeatureDashboards:
@@ -192,11 +202,8 @@ def _dashboards(
     words: dict[int, str] = {}
     for one, so_far in zip(layers, seen, strict=True):
         for place in range(len(one.numbers)):
-            by_text: dict[int, int] = {}
-            for value, token in zip(so_far.best[place], so_far.places[place].tolist(), strict=True):
-                if value > 0 and len(by_text) < k:
-                    by_text.setdefault(int(texts[token]), token)
-            for text, token in by_text.items():
+            rows_of = zip(so_far.best[place], so_far.texts[place].tolist(), so_far.places[place].tolist(), strict=True)
+            for text, token in [(text, token) for value, text, token in rows_of if value > 0]:
                 low, high = max(0, token - before), min(activations.tokens, token + after + 1)
                 near = low + np.flatnonzero(np.asarray(texts[low:high]) == text)
                 windows.append(tuple(_word(model, words, one_id) for one_id in ids[near].tolist()))
@@ -240,7 +247,7 @@ def _word(model: Runner, words: dict[int, str], token: int) -> str:
 
 def _identity(activations: Activations, layers: Sequence[LayerFeatures], k: int) -> str:
     manifest = (activations.folder / HARVEST_MANIFEST).read_bytes()
-    facts = [hashlib.sha256(manifest).hexdigest(), k, [one.names for one in layers]]
+    facts = [STATE, hashlib.sha256(manifest).hexdigest(), k, [one.names for one in layers]]
     for one in layers:
         rows = np.asarray(one.coder.encoder[one.numbers], np.float32), one.coder.bias[one.numbers]
         facts.append([hashlib.sha256(np.ascontiguousarray(row).tobytes()).hexdigest() for row in rows])

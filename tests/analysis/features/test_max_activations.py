@@ -109,6 +109,25 @@ def test_a_pass_that_was_interrupted_goes_on(model, given, tmp_path, monkeypatch
         model.max_activations(*given, FEATURES, k=K, path=state)
 
 
+def test_a_text_that_is_active_throughout_hides_no_other():
+    """Its tokens have larger activations than the others' best, and it goes on from piece to piece."""
+    draw = np.random.default_rng(0)
+    texts = np.repeat(np.arange(6), [3, 2, 60, 4, 1, 5])
+    acts = draw.random((len(texts), 2), np.float32)
+    acts[texts == 2] += 5
+    acts[texts == 4] = 0
+    for size in (1, 7, 50, 100):
+        seen = module.Seen.nothing(2, 5)
+        for begin in range(0, len(texts), size):
+            seen.add(acts[begin : begin + size], texts[begin : begin + size])
+        for feature in range(2):
+            best = [acts[texts == text, feature].max() for text in range(6)]
+            order = np.argsort(best)[::-1][:5]
+            assert seen.texts[feature].tolist() == order.tolist()
+            assert seen.best[feature].tolist() == [best[text] for text in order]
+            assert acts[seen.places[feature], feature].tolist() == seen.best[feature].tolist()
+
+
 def test_features_of_an_sae_are_read_too(model, folder):
     made = Activations(folder / "made")
     weights = {name: one for name, one in random_weights("standard", d_in=128).items() if name != "b_pre"}
