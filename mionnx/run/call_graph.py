@@ -50,6 +50,10 @@ def open_call(
     graph = _of_every_layer(graphs, bound, batch, plan)
     if graph is None:
         graph = graphs.get(plan, 0 if batch is None or continues else batch.batch * batch.seq)
+    return _fed(graph, feeds)
+
+
+def _fed(graph: OpenGraph, feeds: dict[str, NDArray[Any]]) -> OpenGraph:
     return replace(graph, feeds={**graph.feeds, **feeds}) if feeds else graph
 
 
@@ -58,10 +62,10 @@ def open_pass(
 ) -> OpenGraph | PiecedGraph:
     """The open graph of a bound spec in one pass, or those of its pieces, which open sooner."""
     plan, feeds = _plan_of(graphs, bound, batch, outputs, False)
-    graph: OpenGraph | PiecedGraph | None = _of_every_layer(graphs, bound, batch, plan)
-    if graph is None and not feeds:
-        graph = graphs.pieces(plan, batch.batch * batch.seq)
-    return open_call(graphs, bound, batch, outputs) if graph is None else graph
+    if (graph := _of_every_layer(graphs, bound, batch, plan)) is not None:
+        return _fed(graph, feeds)
+    pieces = None if feeds else graphs.pieces(plan, batch.batch * batch.seq)
+    return open_call(graphs, bound, batch, outputs) if pieces is None else pieces
 
 
 def _plan_of(

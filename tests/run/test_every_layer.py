@@ -8,7 +8,7 @@ import pytest
 from alike import assert_same_bits
 from repository import REPOSITORY
 
-from mionnx import HookPoint, HookSpec, Intervention, MIModel
+from mionnx import HookPoint, HookSpec, Intervention, Logits, MIModel
 from mionnx.run import call_graph
 from mionnx.run.every_layer import every_layer
 
@@ -94,6 +94,20 @@ def test_several_layers_at_once_share_it_too(pair) -> None:
     both = add(wide, 0).intervene(HookPoint.ResidPost(2), Intervention.Add(1.0))
     for spec in (both, add(wide, 3)):
         assert_same_bits(wide.forward(TEXTS[0], spec), narrow.forward(TEXTS[0], spec))
+
+
+def test_of_weights_in_blocks(shipped, tmp_path) -> None:
+    """Whose passes and generations share graphs, which read where the logits begin."""
+    made = MIModel.from_pretrained(shipped.quantise(tmp_path / "made"), threads=1)
+    for layer in (0, 1, 2, 3, 0):
+        for logits in (True, Logits(positions=-1)):
+            spec = HookSpec().capture(HookPoint.ResidPost(layer))
+            cache = made.forward(
+                TEXTS[0], spec.intervene(HookPoint.MlpOut(layer), Intervention.Scale(0.5)), logits=logits
+            )
+            alone = MIModel.from_pretrained(made.hooked.folder, threads=1).forward(TEXTS[0], spec, logits=logits)
+            np.testing.assert_allclose(cache.output(), alone.output(), atol=1e-5)
+            np.testing.assert_allclose(cache["resid_post", layer], alone["resid_post", layer], atol=1e-5)
 
 
 def test_gradients_by_the_layer(pair) -> None:
