@@ -31,7 +31,7 @@ from mionnx.run.prompt import token_text
 from mionnx.run.runner import Runner
 
 AT_ONCE = 2**14  # tokens whose activations are in memory at once
-STATE = 2  # raise it when a state holds something else
+STATE_FORMAT = 2  # raise it when a state holds something else
 SAVED = 32  # pieces behind which the state is written
 LOWEST, OCTAVES, QUARTERS = -8, 16, 4  # of the histogram: from 2^-8, 16 octaves in quarters
 TOKENS = 8  # raised and lowered, of each feature
@@ -73,8 +73,8 @@ class Seen:
         again = self.texts == texts[0]
         older = (self.best * again).max(axis=1) >= largest[:, 0]
         largest[:, 0] = np.where(older, 0, largest[:, 0])
-        kept = np.where(again & ~older[:, None], 0, self.best)
-        best, places = np.concatenate([kept, largest], axis=1), np.concatenate([self.places, places], axis=1)
+        earlier = np.where(again & ~older[:, None], 0, self.best)
+        best, places = np.concatenate([earlier, largest], axis=1), np.concatenate([self.places, places], axis=1)
         named = np.concatenate([self.texts, np.broadcast_to(texts[begins], largest.shape)], axis=1)
         order = np.argsort(-best, axis=1, kind="stable")[:, :most]
         self.best, self.places, self.texts = (np.take_along_axis(one, order, 1) for one in (best, places, named))
@@ -247,7 +247,7 @@ def _word(model: Runner, words: dict[int, str], token: int) -> str:
 
 def _identity(activations: Activations, layers: Sequence[LayerFeatures], k: int) -> str:
     manifest = (activations.folder / HARVEST_MANIFEST).read_bytes()
-    facts = [STATE, hashlib.sha256(manifest).hexdigest(), k, [one.names for one in layers]]
+    facts = [STATE_FORMAT, hashlib.sha256(manifest).hexdigest(), k, [one.names for one in layers]]
     for one in layers:
         rows = np.asarray(one.coder.encoder[one.numbers], np.float32), one.coder.bias[one.numbers]
         facts.append([hashlib.sha256(np.ascontiguousarray(row).tobytes()).hexdigest() for row in rows])
