@@ -102,8 +102,8 @@ class _Writer:
         """Write the outputs, each with its length: numbers of the rows first, then put into their own order."""
         reduced = dict.fromkeys(RANGE_OUTPUTS, "")
         if self.rows:
-            whole = self.add("Concat", [line for *_, line in self.rows], "rows", axis=0)
-            table = self.add("Reshape", [whole, self.constant([len(self.rows), -1])], "table")
+            joined = self.add("Concat", [line for *_, line in self.rows], "rows", axis=0)
+            table = self.add("Reshape", [joined, self.constant([len(self.rows), -1])], "table")
             reduced = {
                 LARGEST_OUTPUT: self.reduce("ReduceMax", table, [1], "most", 0),
                 LEAST_OUTPUT: self.reduce("ReduceMin", table, [1], "least", 0),
