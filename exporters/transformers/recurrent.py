@@ -30,9 +30,10 @@ Function = Callable[..., Any]
 
 
 def mixer_of(block: nn.Module, layout: Layout) -> nn.Module | None:
-    """The recurrent mixer of a block; None where it attends instead."""
-    mixer = dict(block.named_modules()).get(layout.recurrent) if layout.recurrent else None
-    return mixer if mixer is not None and _convolutions(mixer) else None  # attention may have the same name
+    """The recurrent mixer of a block, or of the layer inside of it; None where it attends instead."""
+    end = f".{layout.recurrent}"
+    mixers = [module for path, module in block.named_modules() if layout.recurrent and f".{path}".endswith(end)]
+    return mixers[0] if mixers and _convolutions(mixers[0]) else None  # attention may have the same name
 
 
 def kernel_of(model: PreTrainedModel, layout: Layout) -> int:
@@ -58,15 +59,17 @@ class Columns:
 
     def __init__(self, mask: Tensor, kernel: int) -> None:
         self.mask, self.kernel = mask, kernel
+        # in a traced graph each layer has a node of its own, since an intervention may hide a token from some
+        self.read = None if torch.compiler.is_exporting() else self._read()
         self.by_layer: dict[int, tuple[Tensor, ...]] = {}
 
     def of(self, layer: int, x: Tensor) -> tuple[Tensor, ...]:
         """Of a layer in which `x` stands: `kernel` times [batch * seq], the last the token's own, and those carried."""
-        # in a traced graph each layer has a node of its own, since an intervention may hide a token from some
-        number = layer if torch.compiler.is_exporting() else 0
-        if number not in self.by_layer:
-            self.by_layer[number] = self._node(layer, x) if torch.compiler.is_exporting() else _columns_read(self)
-        return self.by_layer[number]
+        if self.read is not None:
+            return self.read
+        if layer not in self.by_layer:
+            self.by_layer[layer] = self._node(layer, x)
+        return self.by_layer[layer]
 
     def _node(self, layer: int, x: Tensor) -> tuple[Tensor, ...]:
         batch, seq = self.mask.shape
@@ -82,21 +85,18 @@ class Columns:
             )
         )
 
-
-def _columns_read(columns: Columns) -> tuple[Tensor, ...]:
-    mask, kernel = columns.mask, columns.kernel
-    batch, seq = mask.shape
-    past = kernel - 1
-    real = torch.cat([mask.new_ones(batch, past), mask], 1)
-    before_it = real.cumsum(1) - real
-    at = torch.arange(past + seq, device=mask.device).expand(batch, -1)
-    place = torch.where(real.bool(), before_it, past + seq)  # padding behind all others, where nobody looks
-    table = mask.new_zeros(batch, past + seq + 1).scatter(1, place, at)
-    first = torch.arange(batch, device=mask.device)[:, None] * (past + seq)
-    before = [table.gather(1, before_it[:, past:] - back) + first for back in range(past, 0, -1)]
-    last = real.sum(1, keepdim=True) + torch.arange(-past, 0, device=mask.device)
-    own = at[:, past:] + first
-    return tuple(one.flatten() for one in (*before, own, table.gather(1, last) + first))
+    def _read(self) -> tuple[Tensor, ...]:
+        mask, (batch, seq), past = self.mask, self.mask.shape, self.kernel - 1
+        real = torch.cat([mask.new_ones(batch, past), mask], 1)
+        before_it = real.cumsum(1) - real
+        at = torch.arange(past + seq, device=mask.device).expand(batch, -1)
+        place = torch.where(real.bool(), before_it, past + seq)  # padding behind all others, where nobody looks
+        table = mask.new_zeros(batch, past + seq + 1).scatter(1, place, at)
+        first = torch.arange(batch, device=mask.device)[:, None] * (past + seq)
+        before = [table.gather(1, before_it[:, past:] - back) + first for back in range(past, 0, -1)]
+        last = real.sum(1, keepdim=True) + torch.arange(-past, 0, device=mask.device)
+        own = at[:, past:] + first
+        return tuple(one.flatten() for one in (*before, own, table.gather(1, last) + first))
 
 
 def convolved(taps: Taps) -> Function:

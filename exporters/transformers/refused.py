@@ -85,7 +85,6 @@ REASONS = {
     "xmod": "has adapters of each language, and no input that says which",
     "yoso": APPROXIMATE,
     "zamba": "has state-space heads with a scan each, and attention blocks that layers share",
-    "zamba2": "has attention blocks that layers share, each with adapters of its own, in front of state-space blocks",
     "zaya": "has convolutions over queries and keys, which carry a state besides the cache",
 }
 

@@ -32,7 +32,7 @@ def tap_halves(taps: Taps, layer: int) -> Calls:
 
     def answer(func: Any, args: Any, options: Any) -> Any:
         result = func(*args, **options)
-        if func is not Tensor.chunk:
+        if func not in (Tensor.chunk, torch.chunk):
             return result
         points = HookPoint.MlpGate(layer), HookPoint.MlpUp(layer)
         return tuple(taps.at_tokens(point, half) for point, half in zip(points, result, strict=True))
@@ -133,6 +133,10 @@ class Attachment:
         if layout.types:
             self.after(self.module(layout.types), partial(self.taps.at, HookPoint.TokenTypeEmbed))
 
+    def attends(self, block: nn.Module) -> bool:
+        """Whether a block has attention."""
+        return mixer_of(block, self.layout) is None
+
     def block(self, i: int, block: nn.Module) -> None:
         """Tap layer `i`, which a block holds, alone or among others."""
         layout = self.layout
@@ -151,8 +155,8 @@ class Attachment:
         if products:
             self.enter_around(block, lambda stream: tap_additions(self.taps, i, stream))
         else:
-            own = layout.attention_added or (layout.recurrent if mixer else layout.attention)
-            added = self.module(str(own), block)
+            own = mixer if mixer is not None else self.module(layout.attention, block)
+            added = self.module(layout.attention_added, block) if layout.attention_added else own
             self.after(added, partial(self.taps.at, HookPoint.AttnOut(i)))
             if layout.middle:
                 self.before(

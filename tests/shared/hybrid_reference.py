@@ -1,6 +1,6 @@
 """Small hybrids in float64, one whole text at a time, every hook point by name.
 
-Mamba, Mamba-2, Bamba, Qwen3.5's text model, LFM2 and RecurrentGemma.
+Mamba, Mamba-2, Bamba, Zamba2, Qwen3.5's text model, LFM2 and RecurrentGemma.
 
 As `decoder_reference.py`, whose attention and norms it has: written from the papers and the checkpoint's own names. A
 recurrence goes token by token; its state is handed out where a call or a step ends, and may come back changed.
@@ -12,7 +12,7 @@ import torch
 from decoder_reference import Decoder, See, _capped, _gelu_of_tanh, _shares
 from rwkv_loop import Gates
 from torch import Tensor
-from torch.nn.functional import pad, silu, softplus
+from torch.nn.functional import gelu, pad, silu, softplus
 
 Ended = Callable[[str, Tensor, int], Tensor]  # (hook point, state, length of the text) -> the state to go on with
 FORGOTTEN = -1e4  # least log of a decay
@@ -47,13 +47,18 @@ class Hybrid(Decoder):
             "mamba": self._mamba,
             "mamba2": self._mamba,
             "bamba": self._bamba,
+            "zamba2": self._zamba,
             "qwen3_5_text": self._qwen,
             "lfm2": self._lfm2,
             "recurrent_gemma": self._griffin,
         }[self.family]
-        final = {"bamba": "final_layernorm", "lfm2": "embedding_norm", "recurrent_gemma": "final_norm"}
+        final = {
+            **dict.fromkeys(("bamba", "zamba2"), "final_layernorm"),
+            "lfm2": "embedding_norm",
+            "recurrent_gemma": "final_norm",
+        }
         with torch.no_grad():
-            x = see("hook_embed", self._embeddings[ids] * self._scale)
+            x = self.embedded = see("hook_embed", self._embeddings[ids] * self._scale)
             for i in range(self.layers):
                 x = see(f"blocks.{i}.hook_resid_post", layer(i, see(f"blocks.{i}.hook_resid_pre", x), see))
             norm = "backbone.norm_f" if self._alone else f"model.{final.get(self.family, 'norm')}"
@@ -93,6 +98,42 @@ class Hybrid(Decoder):
         x = see(f"blocks.{i}.hook_resid_mid", x + mixed)
         names = [f"{at}.feed_forward.{name}_proj" for name in ("gate", "up", "down")]
         return x + self._neurons(i, self._rms_norm(x, f"{at}.pre_ff_layernorm"), names, see)
+
+    def _zamba(self, i: int, x: Tensor, see: See) -> Tensor:
+        """A mixer on the stream, or on that and what a shared block makes of it and the embeddings."""
+        at, kinds = f"model.layers.{i}", self.config["layers_block_type"]
+        read = x
+        if kinds[i] == "hybrid":
+            hybrids = [layer for layer, kind in enumerate(kinds) if kind == "hybrid"]
+            use = hybrids.index(i)
+            shared = f"model.layers.{hybrids[use % self.config['num_mem_blocks']]}.shared_transformer"
+            given = self._shared_block(i, x, shared, use, see) @ self.tensors[f"{at}.linear.weight"].T
+            read, at = x + see(f"blocks.{i}.ssm.hook_shared", given), f"{at}.mamba_decoder"
+        return x + self._state_space(i, self._rms_norm(read, f"{at}.input_layernorm"), f"{at}.mamba", see)
+
+    def _shared_block(self, i: int, x: Tensor, at: str, use: int, see: See) -> Tensor:
+        """Attention, then an MLP on its output; at each use the projections have an adapter of low rank."""
+        block, attention, mlp = f"blocks.{i}", f"{at}.self_attn", f"{at}.feed_forward"
+
+        def adapted(x: Tensor, name: str, adapter: str) -> Tensor:
+            low = self._linear(x, f"{adapter}_adapter_list.{use}.0")
+            return self._linear(x, name) + self._linear(low, f"{adapter}_adapter_list.{use}.1")
+
+        inner = self._rms_norm(torch.cat([x, self.embedded], -1), f"{at}.input_layernorm")
+        q, k, v = (
+            adapted(inner, f"{attention}.{name}_proj", f"{attention}.linear_{name}")
+            .unflatten(-1, (self.config["num_attention_heads"], -1))
+            .transpose(0, 1)
+            for name in "qkv"
+        )
+        q, k, v = self._seen_heads(block, q, k, v, see)
+        mixed = self._attend(i, q * 2**0.5, k, v, see)  # as heads of half their size are scaled
+        out = self._linear(mixed.flatten(1), f"{attention}.o_proj")
+        inner = see(f"{block}.mlp.hook_pre", self._rms_norm(out, f"{at}.pre_ff_layernorm"))
+        halves = adapted(inner, f"{mlp}.gate_up_proj", f"{mlp}.gate_up_proj").chunk(2, -1)
+        gate, up = (see(f"{block}.mlp.hook_{name}", one) for name, one in zip(("gate", "up"), halves, strict=True))
+        neurons = see(f"{block}.mlp.hook_act", gelu(gate) * up)
+        return see(f"{block}.mlp.hook_post", self._linear(neurons, f"{mlp}.down_proj"))
 
     def _griffin(self, i: int, x: Tensor, see: See) -> Tensor:
         at, heads = f"model.layers.{i}", self.config["num_attention_heads"]
@@ -144,24 +185,24 @@ class Hybrid(Decoder):
 
     def _state_space(self, i: int, x: Tensor, at: str, see: See) -> Tensor:
         z, where = self.tensors, f"blocks.{i}.ssm"
-        names = ("n_groups", "state_size", "head_dim")
-        if self.family == "bamba":
-            names = ("mamba_n_groups", "mamba_d_state", "mamba_d_head")
-        groups, size, each = (self.config[name] for name in names)
+        names = {"bamba": ("mamba_n_groups", "mamba_d_state"), "zamba2": ("mamba_ngroups", "mamba_d_state")}
+        groups, size = (self.config[name] for name in names.get(self.family, ("n_groups", "state_size")))
         heads = len(z[f"{at}.A_log"])
+        each = z[f"{at}.norm.weight"].shape[0] // heads
         inner = self._linear(see(f"{where}.hook_pre", x), f"{at}.in_proj")
         width = heads * each
         gate, mixed, dt = inner.split([width, width + 2 * groups * size, heads], -1)
         mixed = see(f"{where}.hook_conv", silu(self._convolved(i, mixed, f"{at}.conv1d")))
         value, k, q = mixed.split([width, groups * size, groups * size], -1)
-        dt = see(f"{where}.hook_dt", softplus(dt + z[f"{at}.dt_bias"]))
+        least = self.config["time_step_min"] if self.family == "zamba2" else 0
+        dt = see(f"{where}.hook_dt", softplus(dt + z[f"{at}.dt_bias"]).clamp(min=least))
         q, k = (one.unflatten(-1, (groups, -1)).repeat_interleave(heads // groups, 1) for one in (q, k))
         value = value.unflatten(-1, (heads, -1))
         decay = (-z[f"{at}.A_log"].exp() * dt)[..., None]
         y = self._recurrence(i, see, q, k, value * dt[..., None], decay)
         y = (y + z[f"{at}.D"][:, None] * value).flatten(1) * silu(gate)
         y = y.unflatten(-1, (groups, -1))
-        y = y / torch.sqrt((y**2).mean(-1, keepdim=True) + self._epsilon)
+        y = y / torch.sqrt((y**2).mean(-1, keepdim=True) + (1e-5 if self.family == "zamba2" else self._epsilon))
         y = see(f"{where}.hook_z", (y.flatten(1) * z[f"{at}.norm.weight"]).unflatten(-1, (heads, -1)))
         return see(f"blocks.{i}.hook_attn_out", self._linear(y.flatten(1), f"{at}.out_proj"))
 

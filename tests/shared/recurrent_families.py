@@ -119,6 +119,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_window_size": 8,
         "block_types": ["recurrent", "attention", "recurrent"],
     },
+    "zamba2": {
+        **HYBRID,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "n_mamba_heads": 8,
+        "mamba_d_state": 16,
+        "mamba_ngroups": 2,
+        "chunk_size": 8,
+        "num_mem_blocks": 2,
+        "use_shared_attention_adapter": True,
+        "adapter_rank": 8,
+        "use_mem_rope": True,
+        "layers_block_type": ["hybrid", "linear_attention", "hybrid", "hybrid"],
+        "rms_norm_eps": 1e-2,
+    },
     "qwen3_5_text": DELTA_NET,
     "qwen3_next": {**DELTA_NET, **EXPERTS, "shared_expert_intermediate_size": 48},
     "qwen3_5_moe_text": {**DELTA_NET, **EXPERTS, "shared_expert_intermediate_size": 48},
@@ -141,7 +156,8 @@ def make_recurrent(family: str, folder: Path, **changes: Any) -> PreTrainedModel
             elif name.endswith(("A_log", "dt_bias", "dt_proj.bias")):
                 weight.add_(torch.randn_like(weight) * 0.2)
             elif weight.dim() > 1 and "conv" not in name:
-                weight.copy_(torch.randn_like(weight) * 0.3 / max(1.0, (weight.shape[-1] / 16) ** 0.5))
+                size = 0.15 if "shared_transf" in name else 0.3  # norms behind each half magnify rounding
+                weight.copy_(torch.randn_like(weight) * size / max(1.0, (weight.shape[-1] / 16) ** 0.5))
             else:
                 weight.add_(torch.randn_like(weight) * 0.2)
     model.save_pretrained(folder)

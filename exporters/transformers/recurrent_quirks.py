@@ -1,0 +1,66 @@
+"""Quirks of families with recurrent mixers."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from exporters.transformers.attention import replace_for
+from exporters.transformers.recurrent import FORGETS_ALL, convolved, recur
+from exporters.transformers.taps import Attachment
+from mionnx.graph.hook_points import HookPoint
+
+
+class LinearUnits(Attachment):
+    """Griffin's mixer, a gated linear recurrence of channels, whose code keeps its state in its module."""
+
+    def recurrences(self, mixer: nn.Module) -> None:
+        """Nothing: a mixer's forward is written anew."""
+
+    def mixer(self, i: int, mixer: Any) -> None:
+        super().mixer(i, mixer)
+        unit, taps = mixer.rg_lru, self.taps
+
+        def gate(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            heads = x.unflatten(-1, (len(weight), -1)).flatten(0, 1).transpose(0, 1) @ weight + bias[:, None]
+            return torch.sigmoid(heads.transpose(0, 1).flatten(1).view_as(x))
+
+        def forward(stream: Tensor, position_ids: Tensor, **_: Any) -> tuple[Tensor, None]:
+            kernel = mixer.conv_1d.weight.squeeze(1)
+            columns: Any = taps.cache
+            columns = columns.update_conv_state(mixer.linear_x(stream).transpose(1, 2), i)
+            x = convolved(taps)(columns, kernel, mixer.conv_1d.bias).transpose(1, 2)
+            first = position_ids[..., None] == 0  # of a text, which reads no state
+            forget = gate(x, unit.recurrent_gate_weight, unit.recurrent_gate_bias)
+            log_decay = -8.0 * forget * nn.functional.softplus(unit.recurrent_param)
+            size = torch.where(first, 1.0, torch.sqrt(1 - torch.exp(2 * log_decay)))
+            written = x * gate(x, unit.input_gate_weight, unit.input_gate_bias) * size.type_as(x)
+            log_decay = torch.where(first, FORGETS_ALL, log_decay)
+            one = torch.ones_like(written[..., None, :1])
+            y = recur(taps, one, one, written[:, :, None], log_decay[:, :, None, None])[0]
+            return mixer.linear_out(y[:, :, 0] * mixer.act_fn(mixer.linear_y(stream))), None
+
+        replace_for(self.stack, mixer, "forward", forward)
+
+
+class SharedBlocks(Attachment):
+    """Taps on a transformer block in front of a mixer, which reads the stream and what the block gives.
+
+    The mixer alone adds to the stream; the block is attention, an MLP and a projection one after another.
+    """
+
+    def attends(self, block: nn.Module) -> bool:
+        return self.has(self.layout.attention, block)
+
+    def block(self, i: int, block: nn.Module) -> None:
+        whole = self.layout
+        self.layout = replace(whole, mlp=None)
+        super().block(i, block)
+        self.layout = whole
+        if self.attends(block):
+            self.name_layer(i, self.module(whole.attention, block))
+            self.heads(i, block)
+            self.mlp(i, block)
+            self.after(self.module("linear", block), partial(self.taps.at, HookPoint.SsmShared(i)))
