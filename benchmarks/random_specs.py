@@ -41,7 +41,7 @@ from mionnx import MIModel  # noqa: E402
 
 FAMILIES = ("llama", "gpt2", "gemma2", "qwen3", "mistral", "qwen2", "phi3", "olmo2", "gpt_neox", "rwkv6", "rwkv7")
 ENCODERS = ("bert", "roberta", "distilbert", "modernbert")
-HYBRIDS = ("mamba2", "qwen3_5_text", "lfm2", "mamba", "bamba", "recurrent_gemma", "zamba2")
+HYBRIDS = ("mamba2", "qwen3_5_text", "lfm2", "mamba", "bamba", "recurrent_gemma", "zamba2", "zamba")
 REFERENCES = dict.fromkeys(ENCODERS, encoder) | dict.fromkeys(HYBRIDS, hybrid)
 PIECE = 100  # specs of a piece
 COLUMNS = ("family", "tried", "agree", "refused", "differ", "worst relative difference", "in rounding", "minutes")

@@ -294,6 +294,7 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     "phi": replace(FC, final_norm="model.final_layernorm", output_projection="dense", middle=None, rotation="part"),
     "stablelm": stablelm,
     "starcoder2": replace(PLAIN_MLP, up="c_fc", down="c_proj"),
+    "zamba": ZAMBA,
     "zamba2": replace(
         ZAMBA,
         attention="shared_transformer.self_attn",

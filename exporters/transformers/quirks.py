@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from exporters.transformers.attention import Calls, replace_for
 from exporters.transformers.encoder_quirks import Bottlenecks, ConvolutionHeads
 from exporters.transformers.experts import in_order, mix_heads, tap_own_experts, tap_router
-from exporters.transformers.recurrent_quirks import LinearUnits, SharedBlocks
+from exporters.transformers.recurrent_quirks import LinearUnits, SelectiveHeads, SharedBlocks
 from exporters.transformers.taps import ADDITIONS, Attachment
 from mionnx.graph.hook_points import HookPoint
 
@@ -298,6 +298,7 @@ QUIRKS = {
     ),
     "roformer": Quirk(RotationOfClass, "rotates in a static method of its attention, not in a function of its module"),
     "opt": Quirk(MergedAxes, "merges batch and sequence axes before its MLP, and the tracing has to keep them apart"),
+    "zamba": Quirk(SelectiveHeads, "scans in heads, one call of a function for each; beside what Zamba2 does"),
     "zamba2": Quirk(SharedBlocks, "has attention and an MLP in front of some mixers, which add nothing to the stream"),
 }
 

@@ -64,3 +64,31 @@ class SharedBlocks(Attachment):
             self.heads(i, block)
             self.mlp(i, block)
             self.after(self.module("linear", block), partial(self.taps.at, HookPoint.SsmShared(i)))
+
+
+class SelectiveHeads(SharedBlocks):
+    """Mamba's scan in several heads, each with what addresses, reads and steps of its own."""
+
+    def mixer(self, i: int, mixer: Any) -> None:
+        super().mixer(i, mixer)
+        taps, size, heads = self.taps, mixer.ssm_state_size, mixer.n_mamba_heads
+
+        def by_head(x: Tensor, weight: Tensor) -> Tensor:
+            """[batch, seq, n_heads, inputs] by a product of each head, [n_heads, outputs, inputs]."""
+            return (x.transpose(1, 2) @ weight.transpose(1, 2)).transpose(1, 2)
+
+        def forward(hidden_states: Tensor, **_: Any) -> Tensor:
+            columns: Any = taps.cache
+            x, gate = mixer.in_proj(hidden_states).unflatten(-1, (-1, 2)).unbind(-1)
+            columns = columns.update_conv_state(x.transpose(1, 2), i)
+            conv = mixer.conv1d
+            x = convolved(taps)(columns, conv.weight.squeeze(1), conv.bias, activation=mixer.activation).transpose(1, 2)
+            x, gate = x.unflatten(-1, (heads, -1)), gate.unflatten(-1, (heads, -1))
+            step, k, q = by_head(x, mixer.x_proj_weight).split([mixer.time_step_rank, size, size], -1)
+            dt = nn.functional.softplus(by_head(step, mixer.dt_proj_weight) + mixer.dt_proj_bias)
+            dt = taps.at(HookPoint.SsmDt(i), dt.flatten(2)).unflatten(-1, (heads, -1))
+            decay = dt[:, :, :, None] * -torch.exp(mixer.A_log.float()).transpose(1, 2)
+            y = recur(taps, q, k, dt * x, decay)[0]
+            return mixer.out_proj(((y + mixer.D * x) * nn.functional.silu(gate)).flatten(2))
+
+        replace_for(self.stack, mixer, "forward", forward)

@@ -84,7 +84,6 @@ REASONS = {
     "xlstm": "has a matrix memory whose scale each token moves (mLSTM), in a cache of its own",
     "xmod": "has adapters of each language, and no input that says which",
     "yoso": APPROXIMATE,
-    "zamba": "has state-space heads with a scan each, and attention blocks that layers share",
     "zaya": "has convolutions over queries and keys, which carry a state besides the cache",
 }
 

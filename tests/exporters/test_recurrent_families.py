@@ -173,7 +173,7 @@ def test_generation_is_transformers_greedy_one(family, made):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["mamba2", "qwen3_5_text", "zamba2"])
+@pytest.mark.parametrize("family", ["mamba2", "qwen3_5_text", "zamba", "zamba2"])
 def test_a_token_knocked_out_of_the_states_writes_nothing(family, made):
     model, reference = made(family)
     ids = ids_of(5, 10)

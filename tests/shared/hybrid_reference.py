@@ -1,6 +1,6 @@
 """Small hybrids in float64, one whole text at a time, every hook point by name.
 
-Mamba, Mamba-2, Bamba, Zamba2, Qwen3.5's text model, LFM2 and RecurrentGemma.
+Mamba, Mamba-2, Bamba, Zamba, Zamba2, Qwen3.5's text model, LFM2 and RecurrentGemma.
 
 As `decoder_reference.py`, whose attention and norms it has: written from the papers and the checkpoint's own names. A
 recurrence goes token by token; its state is handed out where a call or a step ends, and may come back changed.
@@ -47,13 +47,13 @@ class Hybrid(Decoder):
             "mamba": self._mamba,
             "mamba2": self._mamba,
             "bamba": self._bamba,
-            "zamba2": self._zamba,
+            **dict.fromkeys(("zamba", "zamba2"), self._zamba),
             "qwen3_5_text": self._qwen,
             "lfm2": self._lfm2,
             "recurrent_gemma": self._griffin,
         }[self.family]
         final = {
-            **dict.fromkeys(("bamba", "zamba2"), "final_layernorm"),
+            **dict.fromkeys(("bamba", "zamba", "zamba2"), "final_layernorm"),
             "lfm2": "embedding_norm",
             "recurrent_gemma": "final_norm",
         }
@@ -106,31 +106,57 @@ class Hybrid(Decoder):
         if kinds[i] == "hybrid":
             hybrids = [layer for layer, kind in enumerate(kinds) if kind == "hybrid"]
             use = hybrids.index(i)
-            shared = f"model.layers.{hybrids[use % self.config['num_mem_blocks']]}.shared_transformer"
+            first = hybrids[use % self.config.get("num_mem_blocks", 1)]
+            shared = f"model.layers.{first}.shared_transf{'' if self.family == 'zamba' else 'ormer'}"
             given = self._shared_block(i, x, shared, use, see) @ self.tensors[f"{at}.linear.weight"].T
             read, at = x + see(f"blocks.{i}.ssm.hook_shared", given), f"{at}.mamba_decoder"
-        return x + self._state_space(i, self._rms_norm(read, f"{at}.input_layernorm"), f"{at}.mamba", see)
+        mix = self._selective_heads if self.family == "zamba" else self._state_space
+        return x + mix(i, self._rms_norm(read, f"{at}.input_layernorm"), f"{at}.mamba", see)
+
+    def _selective_heads(self, i: int, x: Tensor, at: str, see: See) -> Tensor:
+        """Mamba's scan in heads, whose channels share what addresses and reads them."""
+        z, where = self.tensors, f"blocks.{i}.ssm"
+        mixed, gate = self._linear(see(f"{where}.hook_pre", x), f"{at}.in_proj").unflatten(-1, (-1, 2)).unbind(-1)
+        mixed = see(f"{where}.hook_conv", silu(self._convolved(i, mixed, f"{at}.conv1d")))
+        heads, each, size = z[f"{at}.A_log"].shape
+        mixed, gate = (one.unflatten(-1, (heads, each)) for one in (mixed, gate))
+        inner = torch.einsum("thd,hpd->thp", mixed, z[f"{at}.x_proj_weight"])
+        dt, k, q = inner.split([inner.shape[-1] - 2 * size, size, size], -1)
+        dt = softplus(torch.einsum("thr,hdr->thd", dt, z[f"{at}.dt_proj_weight"]) + z[f"{at}.dt_proj_bias"])
+        dt = see(f"{where}.hook_dt", dt.flatten(1)).unflatten(-1, (heads, each))
+        decay = dt[:, :, None] * -z[f"{at}.A_log"].exp().transpose(1, 2)  # [seq, heads, key, channels]
+        y = self._recurrence(i, see, q, k, dt * mixed, decay.flatten(2))
+        y = see(f"{where}.hook_z", (y + mixed * z[f"{at}.D"]) * silu(gate))
+        return see(f"blocks.{i}.hook_attn_out", self._linear(y.flatten(1), f"{at}.out_proj"))
 
     def _shared_block(self, i: int, x: Tensor, at: str, use: int, see: See) -> Tensor:
-        """Attention, then an MLP on its output; at each use the projections have an adapter of low rank."""
+        """Attention, then an MLP on its output; at each use the projections of Zamba2 have an adapter of low rank."""
         block, attention, mlp = f"blocks.{i}", f"{at}.self_attn", f"{at}.feed_forward"
 
         def adapted(x: Tensor, name: str, adapter: str) -> Tensor:
+            if self.family == "zamba":
+                return self._linear(x, name)
             low = self._linear(x, f"{adapter}_adapter_list.{use}.0")
             return self._linear(x, name) + self._linear(low, f"{adapter}_adapter_list.{use}.1")
 
         inner = self._rms_norm(torch.cat([x, self.embedded], -1), f"{at}.input_layernorm")
         q, k, v = (
             adapted(inner, f"{attention}.{name}_proj", f"{attention}.linear_{name}")
-            .unflatten(-1, (self.config["num_attention_heads"], -1))
+            .unflatten(-1, (-1, 2 * self.config["hidden_size"] // self.config["num_attention_heads"]))
             .transpose(0, 1)
             for name in "qkv"
         )
-        q, k, v = self._seen_heads(block, q, k, v, see)
+        if self.family == "zamba":  # which knows no positions
+            q, k, v = (see(f"{block}.attn.hook_{name}", one) for name, one in zip("qkv", (q, k, v), strict=True))
+        else:
+            q, k, v = self._seen_heads(block, q, k, v, see)
         mixed = self._attend(i, q * 2**0.5, k, v, see)  # as heads of half their size are scaled
         out = self._linear(mixed.flatten(1), f"{attention}.o_proj")
         inner = see(f"{block}.mlp.hook_pre", self._rms_norm(out, f"{at}.pre_ff_layernorm"))
-        halves = adapted(inner, f"{mlp}.gate_up_proj", f"{mlp}.gate_up_proj").chunk(2, -1)
+        if self.family == "zamba":
+            halves = tuple(self._linear(inner, f"{mlp}.{name}_proj") for name in ("gate", "up"))
+        else:
+            halves = adapted(inner, f"{mlp}.gate_up_proj", f"{mlp}.gate_up_proj").chunk(2, -1)
         gate, up = (see(f"{block}.mlp.hook_{name}", one) for name, one in zip(("gate", "up"), halves, strict=True))
         neurons = see(f"{block}.mlp.hook_act", gelu(gate) * up)
         return see(f"{block}.mlp.hook_post", self._linear(neurons, f"{mlp}.down_proj"))
@@ -321,7 +347,12 @@ class Hybrid(Decoder):
                 state = self.ended(f"{where}.hook_state", state, t + 1)
         see(f"{where}.hook_states", torch.stack(states))
         if i in self.weighed:
-            weights = self._weights(q, k, kept.transpose(1, 3) if by_number else kept, gates)
+            parts = (q, k, kept, *gates)
+            if by_number:  # a weight for each channel of each head
+                channels = kept.transpose(2, 3).flatten(1, 2)[..., None]
+                wide = [one if one is None else one.repeat_interleave(v.shape[-1], 1) for one in (q, k, *gates)]
+                parts = (*wide[:2], channels, *wide[2:])
+            weights = self._weights(*parts[:3], parts[3:])
             see(f"{where}.hook_effective_attn_raw", weights)
             positive = weights.clamp(min=0)
             see(f"{where}.hook_effective_attn", positive / positive.sum(-1, keepdim=True).clamp(min=TINY))

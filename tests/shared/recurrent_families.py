@@ -119,6 +119,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_window_size": 8,
         "block_types": ["recurrent", "attention", "recurrent"],
     },
+    "zamba": {
+        **HYBRID,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "n_mamba_heads": 2,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 8,
+        "layers_block_type": ["hybrid", "linear_attention", "hybrid", "linear_attention"],
+        "rms_norm_eps": 1e-2,
+    },
     "zamba2": {
         **HYBRID,
         "num_hidden_layers": 4,
