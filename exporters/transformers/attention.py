@@ -79,12 +79,12 @@ class Taps:
     def state(self, key: Tensor, value: Tensor) -> Tensor:
         """The state before the running layer's first token, [batch, n_heads, key, value]; zeros at first."""
         if self.layer in self.states:
-            return self.states[self.layer][1]
+            return self.states[self.layer][-1]
         return value.new_zeros(key.shape[0], *key.shape[2:], value.shape[-1])
 
     def keep_state(self, state: Tensor) -> Tensor:
         """Carry the running layer's state to the next call."""
-        self.carried[self.layer] = self.carried[self.layer][0], state
+        self.carried[self.layer] = *self.carried.get(self.layer, ()), state  # behind its columns
         return state
 
     def at_tokens(self, point: HookPoint, value: Tensor) -> Tensor:

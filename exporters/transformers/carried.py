@@ -20,8 +20,8 @@ class Carries(NamedTuple):
 
 
 def parted(own: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Keys and values of a layer's past, and what its recurrence keeps: columns [batch, channels, kernel - 1] first."""
-    keys = 2 if own[0].dim() == 4 else 0
+    """Keys and values of a layer's past; what its recurrence keeps: columns [batch, channels, kernel - 1], a state."""
+    keys = 2 if len(own) > 1 and own[0].dim() == 4 else 0
     return own[:keys], own[keys:]
 
 
@@ -31,12 +31,12 @@ def carries(own: tuple[Tensor, ...], erases: bool) -> Carries:
     heads = (read[0].shape[1], read[0].shape[3], read[1].shape[3]) if read else None
     if not kept:
         return Carries(heads)
-    columns, *states = kept
-    channels, kernel = columns.shape[1], columns.shape[2] + 1
-    if not states:
+    columns = kept[0] if kept[0].dim() == 3 else None
+    channels, kernel = (0, 0) if columns is None else (columns.shape[1], columns.shape[2] + 1)
+    if kept[-1] is columns:
         return Carries(heads, Recurrence(channels=channels, kernel=kernel, gates=["convolution"]))
-    count, key_dim, value_dim = states[0].shape[1:]
-    terms = {"write", "decay", "convolution"} | ({"erase"} if erases else set())
+    count, key_dim, value_dim = kept[-1].shape[1:]
+    terms = {"write", "decay"} | ({"convolution"} if kernel else set()) | ({"erase"} if erases else set())
     gates = [term for term in TERMS if term in terms]
     rule = "delta" if erases else "gated"
     return Carries(heads, Recurrence(rule, count, key_dim, value_dim, channels, kernel, gates=gates))

@@ -256,6 +256,7 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
         mlp="mlps.{number}",
         layers=2,
     ),
+    "minimax": replace(LLAMA, recurrent="self_attn", stream="normed"),
     "minicpm3": replace(LATENTS, stream="products"),
     "mpt": replace(
         OWN_ATTENTION,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from exporters.transformers.attention import Calls, replace_for
 from exporters.transformers.encoder_quirks import Bottlenecks, ConvolutionHeads
 from exporters.transformers.experts import in_order, mix_heads, tap_own_experts, tap_router
-from exporters.transformers.recurrent_quirks import LinearUnits, SelectiveHeads, SharedBlocks
+from exporters.transformers.recurrent_quirks import LightningAttention, LinearUnits, SelectiveHeads, SharedBlocks
 from exporters.transformers.taps import ADDITIONS, Attachment
 from mionnx.graph.hook_points import HookPoint
 
@@ -291,6 +291,7 @@ QUIRKS = {
     "longcat_flash": Quirk(
         TwoLayersInBlock, "has two layers in a block, and experts of the first that join the second"
     ),
+    "minimax": Quirk(LightningAttention, "weighs the normed stream and what joins it, and has a cache of its own"),
     "mobilebert": Quirk(Bottlenecks, "computes attention and four MLPs on a narrower stream inside of each layer"),
     "openai-gpt": Quirk(AddedCache, "knows no past: transformers computes every text from its first token on"),
     "recurrent_gemma": Quirk(

@@ -33,7 +33,11 @@ def mixer_of(block: nn.Module, layout: Layout) -> nn.Module | None:
     """The recurrent mixer of a block, or of the layer inside of it; None where it attends instead."""
     end = f".{layout.recurrent}"
     mixers = [module for path, module in block.named_modules() if layout.recurrent and f".{path}".endswith(end)]
-    return mixers[0] if mixers and _convolutions(mixers[0]) else None  # attention may have the same name
+    if not mixers:
+        return None
+    # attention may have the same name
+    own = layout.mixer_output != layout.output_projection and hasattr(mixers[0], layout.mixer_output)
+    return mixers[0] if own or _convolutions(mixers[0]) else None
 
 
 def kernel_of(model: PreTrainedModel, layout: Layout) -> int:
@@ -213,7 +217,7 @@ def _repeated(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2, output_size=heads)
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
+def no_mask(*_: Any, **__: Any) -> None:
     """Stand in for a mask of tokens: here padding is masked where it is read."""
 
 
@@ -223,7 +227,7 @@ FUNCTIONS: dict[str, Callable[[Taps], Function]] = {
     "mamba2_chunk_scan": chunk_scan,
     "torch_chunk_gated_delta_rule": delta_rule,
     "chunk_kimi_delta_attention": delta_rule,
-    "create_recurrent_attention_mask": lambda _: _no_mask,
+    "create_recurrent_attention_mask": lambda _: no_mask,
 }
 
 

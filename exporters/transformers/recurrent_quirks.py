@@ -1,5 +1,6 @@
 """Quirks of families with recurrent mixers."""
 
+import sys
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -7,10 +8,48 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from exporters.transformers.attention import replace_for
-from exporters.transformers.recurrent import FORGETS_ALL, convolved, recur
+from exporters.transformers.attention import TappedCache, replace_for
+from exporters.transformers.recurrent import FORGETS_ALL, convolved, no_mask, recur
 from exporters.transformers.taps import Attachment
 from mionnx.graph.hook_points import HookPoint
+
+
+class LightningAttention(Attachment):
+    """Linear attention whose heads forget at a rate each, in blocks that weigh the normed stream and what they add."""
+
+    def recurrences(self, mixer: nn.Module) -> None:
+        """Let the model take our cache; a mixer's forward is written anew."""
+        modeling = sys.modules[type(mixer).__module__]
+        replace_for(self.stack, modeling, "MiniMaxCache", TappedCache)
+        replace_for(self.stack, modeling, "create_recurrent_attention_mask", no_mask)
+
+    def block(self, i: int, block: Any) -> None:
+        super().block(i, block)
+        at = self.taps.at
+
+        def forward(hidden_states: Tensor, **options: Any) -> Tensor:
+            x = block.input_layernorm(hidden_states)
+            out = block.self_attn(hidden_states=x, **options)[0] * block.attn_beta_factor
+            x = at(HookPoint.ResidMid(i), x * block.attn_alpha_factor + at(HookPoint.AttnOut(i), out))
+            x = block.post_attention_layernorm(x)
+            return x * block.mlp_alpha_factor + at(HookPoint.MlpOut(i), block.mlp(x) * block.mlp_beta_factor)
+
+        replace_for(self.stack, block, "forward", forward)
+
+    def additions(self, i: int, block: nn.Module, mixer: nn.Module | None) -> None:
+        """Nothing: factors stand between modules and the stream."""
+
+    def mixer(self, i: int, mixer: Any) -> None:
+        super().mixer(i, mixer)
+
+        def forward(hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+            heads = mixer.act_fn(mixer.qkv_proj(hidden_states)).unflatten(-1, (mixer.num_attention_heads, -1))
+            q, k, v = heads.split(mixer.head_dim, -1)
+            decay = -mixer.slope_rate.flatten()[:, None] * torch.ones_like(v[..., :1])
+            y = mixer.norm(recur(self.taps, q, k, v, decay)[0].flatten(2))
+            return mixer.out_proj(torch.sigmoid(mixer.output_gate(hidden_states)) * y), None
+
+        replace_for(self.stack, mixer, "forward", forward)
 
 
 class LinearUnits(Attachment):

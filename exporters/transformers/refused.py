@@ -70,7 +70,6 @@ REASONS = {
     "lilt": PLACES,
     "longformer": "attends within windows in chunks, so that no pattern is a softmax over all tokens",
     "markuplm": "reads tags of a page besides tokens, for which a hooked model has no input",
-    "minimax": "has linear attention and a cache in code of its own, and weighs the normed stream that it adds to",
     "mra": APPROXIMATE,
     "nemotron_h": "has blocks of one half each, a mixer, attention or an MLP, with no stream between attention and MLP",
     "nystromformer": APPROXIMATE,
