@@ -1,6 +1,6 @@
 """Small hybrids in float64, one whole text at a time, every hook point by name.
 
-Mamba, Mamba-2, Bamba, Zamba, Zamba2, Qwen3.5's text model, LFM2 and RecurrentGemma.
+Mamba, Mamba-2, Bamba, Zamba, Zamba2, MiniMax, Qwen3.5's text model, LFM2 and RecurrentGemma.
 
 As `decoder_reference.py`, whose attention and norms it has: written from the papers and the checkpoint's own names. A
 recurrence goes token by token; its state is handed out where a call or a step ends, and may come back changed.
@@ -47,6 +47,7 @@ class Hybrid(Decoder):
             "mamba": self._mamba,
             "mamba2": self._mamba,
             "bamba": self._bamba,
+            "minimax": self._minimax,
             **dict.fromkeys(("zamba", "zamba2"), self._zamba),
             "qwen3_5_text": self._qwen,
             "lfm2": self._lfm2,
@@ -288,7 +289,56 @@ class Hybrid(Decoder):
         q, k = self._rms_norm(q, f"{at}.q_layernorm"), self._rms_norm(k, f"{at}.k_layernorm")
         return self._mixed_heads(i, (q, k, v), f"{at}.out_proj", see)
 
-    def _mixed_heads(self, i: int, parts: tuple[Tensor, ...], out: str, see: See, gate: Tensor | None = None) -> Tensor:
+    def _minimax(self, i: int, x: Tensor, see: See) -> Tensor:
+        """Halves on the normed stream, which they and it join with a factor each."""
+        at, block, config = f"model.layers.{i}", f"blocks.{i}", self.config
+        kind = "linear" if config["layer_types"][i] == "linear_attention" else "full"
+        factor = config[f"{kind}_attn_beta_factor"]
+        x = self._rms_norm(x, f"{at}.input_layernorm")
+        if kind == "linear":
+            added = see(f"{block}.hook_attn_out", factor * self._lightning(i, x, f"{at}.self_attn", see))
+        else:
+            size = config["head_dim"]
+            q, k, v = (self._linear(x, f"{at}.self_attn.{name}_proj").unflatten(-1, (-1, size)) for name in "qkv")
+            added = self._mixed_heads(i, (q, k, v), f"{at}.self_attn.o_proj", see, factor=factor)
+        x = see(f"{block}.hook_resid_mid", config[f"{kind}_attn_alpha_factor"] * x + added)
+        x = self._rms_norm(x, f"{at}.post_attention_layernorm")
+        mixed = see(f"{block}.mlp.hook_post", self._experts(i, x, f"{at}.block_sparse_moe", see))
+        return config["mlp_alpha_factor"] * x + see(f"{block}.hook_mlp_out", config["mlp_beta_factor"] * mixed)
+
+    def _lightning(self, i: int, x: Tensor, at: str, see: See) -> Tensor:
+        """Linear attention, whose heads forget at a rate each, the slower the later the layer."""
+        where, heads, layers = f"blocks.{i}.ssm", self.config["num_attention_heads"], self.layers
+        x = see(f"{where}.hook_pre", x)
+        q, k, v = silu(self._linear(x, f"{at}.qkv_proj")).unflatten(-1, (heads, -1)).chunk(3, -1)
+        slopes = 2 ** (-8 / heads * torch.arange(1, heads + 1)) * (1 - i / (layers - 1 + 1e-5) + 1e-5)
+        y = self._recurrence(i, see, q, k, v, -slopes.to(v).expand(len(x), heads)[..., None])
+        y = y.flatten(1) / torch.sqrt((y.flatten(1) ** 2).mean(-1, keepdim=True) + 1e-6)
+        y = y * self.tensors[f"{at}.norm.weight"] * torch.sigmoid(self._linear(x, f"{at}.output_gate"))
+        return self._linear(see(f"{where}.hook_z", y.unflatten(1, (heads, -1))).flatten(1), f"{at}.out_proj")
+
+    def _experts(self, i: int, x: Tensor, at: str, see: See) -> Tensor:
+        """The experts that each token chooses, weighed by its softmax over these."""
+        where, count = f"blocks.{i}.mlp", self.config["num_local_experts"]
+        x = see(f"{where}.hook_pre", x)
+        logits = see(f"{where}.hook_router_logits", self._linear(x, f"{at}.gate"))
+        weights, chosen = torch.softmax(logits, -1).topk(self.config["num_experts_per_tok"], -1)
+        chosen = see(f"{where}.hook_expert_indices", chosen).long()
+        weights = see(f"{where}.hook_expert_weights", weights / weights.sum(-1, keepdim=True))
+
+        def product(x: Tensor, name: str) -> Tensor:
+            """[seq, chosen, ...] by the matrix of each chosen expert."""
+            matrices = torch.stack([self.tensors[f"{at}.experts.{one}.{name}.weight"] for one in range(count)])
+            return torch.einsum("tci,tcoi->tco", x, matrices[chosen])
+
+        read = x[:, None].expand(-1, chosen.shape[1], -1)
+        gate, up = (see(f"{where}.hook_expert_{name}", product(read, w)) for name, w in (("gate", "w1"), ("up", "w3")))
+        out = product(see(f"{where}.hook_expert_act", silu(gate) * up), "w2")
+        return see(f"{where}.hook_expert_out", weights[..., None] * out).sum(1)
+
+    def _mixed_heads(
+        self, i: int, parts: tuple[Tensor, ...], out: str, see: See, gate: Tensor | None = None, factor: float = 1.0
+    ) -> Tensor:
         """Attention of queries, keys and values [seq, heads, size], gated or not: [seq, hidden]."""
         block = f"blocks.{i}"
         q, k, v = self._seen_heads(block, *(one.transpose(0, 1) for one in parts), see)
@@ -298,7 +348,7 @@ class Hybrid(Decoder):
         mixed = mixed if gate is None else see(f"{block}.attn.hook_z", mixed * gate)
         weight = self.tensors[f"{out}.weight"].T.reshape(*mixed.shape[1:], -1)
         added = _shares(block, mixed, weight, see).sum(1) + self.tensors.get(f"{out}.bias", 0)
-        return see(f"{block}.hook_attn_out", added)
+        return see(f"{block}.hook_attn_out", factor * added)
 
     def _neurons(self, i: int, x: Tensor, names: Sequence[str], see: See) -> Tensor:
         block = f"blocks.{i}"
