@@ -181,7 +181,8 @@ def make_recurrent(family: str, folder: Path, **changes: Any) -> PreTrainedModel
             elif name.endswith(("A_log", "dt_bias", "dt_proj.bias")):
                 weight.add_(torch.randn_like(weight) * 0.2)
             elif weight.dim() > 1 and "conv" not in name:
-                size = 0.15 if "shared_transf" in name else 0.3  # norms behind each half magnify rounding
+                # norms behind each half magnify rounding
+                size = 0.15 if "shared_transf" in name or ".qkv_proj" in name else 0.3
                 weight.copy_(torch.randn_like(weight) * size / max(1.0, (weight.shape[-1] / 16) ** 0.5))
             else:
                 weight.add_(torch.randn_like(weight) * 0.2)
