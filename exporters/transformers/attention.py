@@ -239,7 +239,7 @@ class TappedCache(DynamicCache):
         self.layers: list[Any] = [filled(*read) if read else LinearAttentionLayer() for read, _ in parts]
         self.layer_class_to_replicate = None if past else DynamicLayer
         self.taps = Taps(listen, layout, self)
-        self.taps.states |= {i: kept for i, (_, kept) in enumerate(parts) if kept}
+        self.taps.states |= {i: state for i, (_, state) in enumerate(parts) if state}
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
         """None: see above."""

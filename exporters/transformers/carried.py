@@ -27,15 +27,15 @@ def parted(own: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, .
 
 def carries(own: tuple[Tensor, ...], erases: bool) -> Carries:
     """What a layer carries, from its tensors; `erases` says whether its rule is the delta rule."""
-    read, kept = parted(own)
+    read, states = parted(own)
     heads = (read[0].shape[1], read[0].shape[3], read[1].shape[3]) if read else None
-    if not kept:
+    if not states:
         return Carries(heads)
-    columns = kept[0] if kept[0].dim() == 3 else None
+    columns = states[0] if states[0].dim() == 3 else None
     channels, kernel = (0, 0) if columns is None else (columns.shape[1], columns.shape[2] + 1)
-    if kept[-1] is columns:
+    if states[-1] is columns:
         return Carries(heads, Recurrence(channels=channels, kernel=kernel, gates=["convolution"]))
-    count, key_dim, value_dim = kept[-1].shape[1:]
+    count, key_dim, value_dim = states[-1].shape[1:]
     terms = {"write", "decay"} | ({"convolution"} if kernel else set()) | ({"erase"} if erases else set())
     gates = [term for term in TERMS if term in terms]
     rule = "delta" if erases else "gated"

@@ -94,12 +94,12 @@ class SharedBlocks(Attachment):
         return self.has(self.layout.attention, block)
 
     def block(self, i: int, block: nn.Module) -> None:
-        whole = self.layout
-        self.layout = replace(whole, mlp=None)
+        layout = self.layout
+        self.layout = replace(layout, mlp=None)
         super().block(i, block)
-        self.layout = whole
+        self.layout = layout
         if self.attends(block):
-            self.name_layer(i, self.module(whole.attention, block))
+            self.name_layer(i, self.module(layout.attention, block))
             self.heads(i, block)
             self.mlp(i, block)
             self.after(self.module("linear", block), partial(self.taps.at, HookPoint.SsmShared(i)))

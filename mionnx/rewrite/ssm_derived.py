@@ -111,10 +111,10 @@ class _Mixer:
         # [batch, n_heads, key, seq_src], or of channels [batch, n_heads, value, key, seq_src], zeros
         shapes = [op.Gather(vectors[name], 0, axis=1) for name in ("d", "k", "v")]
         empty = op.Expand(op.constant([0], np.float32), op.Shape(op.Mul(op.Mul(*shapes[:2]), shapes[2])))
-        found = op.Squeeze(self.scan(empty, vectors), [-2])
+        weights = op.Squeeze(self.scan(empty, vectors), [-2])
         if self.by_number:
-            found = op.Reshape(found, [0, 0, self.channels, -1])
-        return op.Transpose(found, perm=[0, 2, 1, 3])
+            weights = op.Reshape(weights, [0, 0, self.channels, -1])
+        return op.Transpose(weights, perm=[0, 2, 1, 3])
 
     def scan(self, start: gs.Tensor, vectors: Mapping[str, gs.Tensor]) -> gs.Variable:
         """What the body gives for each token, along axis 1."""
