@@ -41,8 +41,10 @@ from mionnx import MIModel  # noqa: E402
 
 FAMILIES = ("llama", "gpt2", "gemma2", "qwen3", "mistral", "qwen2", "phi3", "olmo2", "gpt_neox", "rwkv6", "rwkv7")
 ENCODERS = ("bert", "roberta", "distilbert", "modernbert")
-HYBRIDS = ("mamba2", "qwen3_5_text", "lfm2", "mamba", "bamba", "recurrent_gemma")
+HYBRIDS = ("mamba2", "qwen3_5_text", "lfm2", "mamba", "bamba", "recurrent_gemma", "zamba2", "zamba", "minimax")
 REFERENCES = dict.fromkeys(ENCODERS, encoder) | dict.fromkeys(HYBRIDS, hybrid)
+# A spec that makes the logits of a router equal leaves the choice of experts to anyone: there is one.
+ALONE = {"minimax": {"num_local_experts": 1, "num_experts_per_tok": 1}}
 PIECE = 100  # specs of a piece
 COLUMNS = ("family", "tried", "agree", "refused", "differ", "worst relative difference", "in rounding", "minutes")
 CONSOLE = Console(stderr=True)
@@ -88,7 +90,7 @@ def opened(family: str, folder: Path) -> tuple[MIModel, Reference]:
         model = MIModel.from_pretrained(hooked, threads=1)
         return model, recurrent(version, tensors, model)
     if family in HYBRIDS:
-        make_recurrent(family, checkpoint)
+        make_recurrent(family, checkpoint, **ALONE.get(family, {}))
     elif family in ENCODERS:
         make_encoder(family, checkpoint, vocab_size=VOCAB)
     else:

@@ -43,6 +43,8 @@ from mionnx.machine.progress import Progress
 
 SLOW_TOKENIZERS = ("vocab.json", "tokenizer.model", "vocab.txt")
 INDEXER = ".self_attn.indexer."  # in names of weights of a choice of keys, which no graph makes
+# Tables of powers of `slope_rate` over a block of lightning attention (MiniMax): a recurrence needs none.
+OF_SLOPES = (".self_attn.query_decay", ".self_attn.key_decay", ".self_attn.diagonal_decay")
 STAGES = 7  # that a progress bar counts
 
 # What taps see in every decoder, outside of layers and in each.
@@ -169,6 +171,7 @@ def _write_tapped(
     stage("placing weights")
     config, sparse = source.config, bool(kept_keys(source.config))
     read = [one for one in source.tensors if not (sparse and INDEXER in one.name) and not is_spare(one.name, config)]
+    read = [one for one in read if not one.name.endswith(OF_SLOPES)]
     mapped = map_tensors(read, hooked.skeleton)
     if hooked.head.kind != NEXT_TOKEN:
         leave_heads(mapped, hooked.parameters, hooked.skeleton)

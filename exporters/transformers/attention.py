@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import DynamicCache, DynamicLayer, LinearAttentionLayer
 from transformers.masking_utils import causal_mask_function, eager_mask
 
-from exporters.transformers.carried import is_state
+from exporters.transformers.carried import parted
 from exporters.transformers.encoder_families import reads_both_ways
 from exporters.transformers.layout import Layout
 from mionnx.errors import ExportError
@@ -79,12 +79,12 @@ class Taps:
     def state(self, key: Tensor, value: Tensor) -> Tensor:
         """The state before the running layer's first token, [batch, n_heads, key, value]; zeros at first."""
         if self.layer in self.states:
-            return self.states[self.layer][1]
+            return self.states[self.layer][-1]
         return value.new_zeros(key.shape[0], *key.shape[2:], value.shape[-1])
 
     def keep_state(self, state: Tensor) -> Tensor:
         """Carry the running layer's state to the next call."""
-        self.carried[self.layer] = self.carried[self.layer][0], state
+        self.carried[self.layer] = *self.carried.get(self.layer, ()), state  # behind its columns
         return state
 
     def at_tokens(self, point: HookPoint, value: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ def _attention(
     value_dim] and the pattern. Differential attention calls it twice with the same query: of one pattern.
     """
     taps = taps_of(module)
-    layer = taps.layer if taps.cache is None else module.layer_idx  # which encoders' attention does not know
+    layer = taps.layer  # an encoder's attention, or one that layers share, does not know it
     if layer in taps.patterns and taps.patterns[layer][0] is query:
         pattern = taps.patterns[layer][1]
     else:
@@ -235,10 +235,11 @@ class TappedCache(DynamicCache):
 
     def __init__(self, past: list[tuple[Tensor, ...]], listen: Listener, layout: Layout) -> None:
         super().__init__()
-        self.layers: list[Any] = [LinearAttentionLayer() if is_state(own) else filled(*own) for own in past]
+        parts = [*map(parted, past)]
+        self.layers: list[Any] = [filled(*read) if read else LinearAttentionLayer() for read, _ in parts]
         self.layer_class_to_replicate = None if past else DynamicLayer
         self.taps = Taps(listen, layout, self)
-        self.taps.states |= {i: own for i, own in enumerate(past) if is_state(own)}
+        self.taps.states |= {i: state for i, (_, state) in enumerate(parts) if state}
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
         """None: see above."""
@@ -272,15 +273,16 @@ class TappedCache(DynamicCache):
 
     def present(self) -> list[tuple[Tensor, ...]]:
         """What each layer of the pass carries on; keys and values are of no head in one with those of another."""
-        pairs: list[tuple[Tensor, ...]] = []
-        for i in sorted({*self.taps.read, *self.taps.carried}):
-            if i in self.taps.carried:
-                pairs.append(self.taps.carried[i])
-                continue
-            key, value = self.taps.read[i]
-            own = self.layers[i] if i < len(self.layers) and self.layers[i].keys is key else None
-            pairs.append((own.keys, own.values) if own else (key[:, :0], value[:, :0]))
-        return pairs
+        taps = self.taps
+        return [
+            (*(self._read(i) if i in taps.read else ()), *taps.carried.get(i, ()))
+            for i in sorted({*taps.read, *taps.carried})
+        ]
+
+    def _read(self, layer: int) -> tuple[Tensor, Tensor]:
+        key, value = self.taps.read[layer]
+        own = self.layers[layer] if layer < len(self.layers) and self.layers[layer].keys is key else None
+        return (own.keys, own.values) if own else (key[:, :0], value[:, :0])
 
 
 def filled(key: Tensor, value: Tensor) -> Any:

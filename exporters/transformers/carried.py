@@ -8,7 +8,7 @@ from mionnx.graph.layers import TERMS, Attention, CachePort, Heads, Layer, Recur
 
 
 class Carries(NamedTuple):
-    """What one layer carries from call to call: keys and values of its heads, or what its recurrence keeps."""
+    """What one layer carries from call to call: keys and values of its heads, what its recurrence keeps, or both."""
 
     heads: Heads | None
     recurrence: Recurrence | None = None
@@ -19,22 +19,24 @@ class Carries(NamedTuple):
         return own.ports(layer, self.heads or (0, 0, 0), hidden=0)
 
 
-def is_state(own: tuple[Tensor, ...]) -> bool:
-    """Whether a layer's past is that of a recurrence: columns [batch, channels, kernel - 1] come first."""
-    return own[0].dim() == 3
+def parted(own: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Keys and values of a layer's past; what its recurrence keeps: columns [batch, channels, kernel - 1], a state."""
+    keys = 2 if len(own) > 1 and own[0].dim() == 4 else 0
+    return own[:keys], own[keys:]
 
 
 def carries(own: tuple[Tensor, ...], erases: bool) -> Carries:
     """What a layer carries, from its tensors; `erases` says whether its rule is the delta rule."""
-    if not is_state(own):
-        key, value = own
-        return Carries((key.shape[1], key.shape[3], value.shape[3]))
-    columns, *states = own
-    channels, kernel = columns.shape[1], columns.shape[2] + 1
+    read, states = parted(own)
+    heads = (read[0].shape[1], read[0].shape[3], read[1].shape[3]) if read else None
     if not states:
-        return Carries(None, Recurrence(channels=channels, kernel=kernel, gates=["convolution"]))
-    heads, key_dim, value_dim = states[0].shape[1:]
-    terms = {"write", "decay", "convolution"} | ({"erase"} if erases else set())
+        return Carries(heads)
+    columns = states[0] if states[0].dim() == 3 else None
+    channels, kernel = (0, 0) if columns is None else (columns.shape[1], columns.shape[2] + 1)
+    if states[-1] is columns:
+        return Carries(heads, Recurrence(channels=channels, kernel=kernel, gates=["convolution"]))
+    count, key_dim, value_dim = states[-1].shape[1:]
+    terms = {"write", "decay"} | ({"convolution"} if kernel else set()) | ({"erase"} if erases else set())
     gates = [term for term in TERMS if term in terms]
     rule = "delta" if erases else "gated"
-    return Carries(None, Recurrence(rule, heads, key_dim, value_dim, channels, kernel, gates=gates))
+    return Carries(heads, Recurrence(rule, count, key_dim, value_dim, channels, kernel, gates=gates))

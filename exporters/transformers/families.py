@@ -89,6 +89,15 @@ LFM2 = replace(
 JAMBA = replace(
     LLAMA, recurrent="mamba", mlp="feed_forward", final_norm="model.final_layernorm", middle="pre_ff_layernorm"
 )
+ZAMBA = replace(
+    LLAMA,
+    recurrent="mamba",
+    final_norm="model.final_layernorm",
+    attention="shared_transf.self_attn",
+    output_projection=None,
+    middle=None,
+    mlp="shared_transf.feed_forward",
+)
 KIMI = replace(LLAMA, keys="latents", recurrent="self_attn", mixer_output="o_proj")
 DELTA_NET = replace(GATED_HEADS, recurrent="linear_attn")
 MLP_IN_BLOCK = replace(FC, output_projection="out_proj", middle="final_layer_norm", mlp="", mlp_output="fc2")
@@ -247,6 +256,7 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
         mlp="mlps.{number}",
         layers=2,
     ),
+    "minimax": replace(LLAMA, recurrent="self_attn", stream="normed"),
     "minicpm3": replace(LATENTS, stream="products"),
     "mpt": replace(
         OWN_ATTENTION,
@@ -285,6 +295,15 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
     "phi": replace(FC, final_norm="model.final_layernorm", output_projection="dense", middle=None, rotation="part"),
     "stablelm": stablelm,
     "starcoder2": replace(PLAIN_MLP, up="c_fc", down="c_proj"),
+    "zamba": ZAMBA,
+    "zamba2": replace(
+        ZAMBA,
+        attention="shared_transformer.self_attn",
+        mlp="shared_transformer.feed_forward",
+        gate=None,
+        up=None,
+        gate_and_up="gate_up_proj",
+    ),
     "vaultgemma": replace(LLAMA, middle="pre_feedforward_layernorm"),
     "xglm": replace(
         MLP_IN_BLOCK,

@@ -14,7 +14,7 @@ computes is written down. A layer here is one of transformers' layers, which may
 4. The values of buffers that no checkpoint holds.
 
 The first of a kind is traced, and every layer of which another one reads more than the stream. What layers share is
-made in a graph where it is first needed, and is not made again (`stamp`).
+made in a graph where it is first needed, and is not made again (`stamp`); a weight that several share is of none.
 """
 
 import re
@@ -46,6 +46,7 @@ class Kinds:
     traced: list[int]  # the layers that a graph has to hold for the others to be made from them, ascending
     returned: int = 0  # how many values a layer returns in a tuple; 0 where it returns the stream alone
     halves: int = 1  # how many layers with hook points it holds
+    shared: frozenset[str] = frozenset()  # names of the weights that are of no one layer, though their names say one
 
     @property
     def hooked(self) -> list[int]:
@@ -76,8 +77,9 @@ class Recorder(TorchDispatchMode):
         self._at: dict[int, tuple[Any, ...]] = {}
         self._kept: list[Tensor] = []  # so that no two tensors have one id
         self._literals = Calls(self._answer)
+        self.shared = _shared(model, blocks)
         for name, tensor in _stored(model):
-            layer, rest = split(name, blocks)
+            layer, rest = (OUTSIDE, name) if name in self.shared else split(name, blocks)
             self._put(tensor, (layer, "weight", rest, str(tensor.dtype), tuple(tensor.shape)))
         for number, tensor in enumerate(inputs):
             self._put(tensor, (OUTSIDE, "input", number))
@@ -230,7 +232,7 @@ class _Attributes:
 def kinds_of(model: nn.Module, blocks: str, recorder: Recorder, buffers: Mapping[str, Tensor]) -> Kinds:
     """Group a model's layers; `buffers` are those that no checkpoint holds, by name, with values."""
     layers, halves = list(model.get_submodule(blocks).children()), recorder.halves
-    if _shares_between_layers(model, blocks) or len(recorder.returned) != 1:
+    if len(recorder.returned) != 1:
         return all_different(len(layers), halves)
     by_layer: dict[int, list[Hashable]] = {}
     for name, buffer in sorted(buffers.items()):
@@ -242,7 +244,7 @@ def kinds_of(model: nn.Module, blocks: str, recorder: Recorder, buffers: Mapping
     ]
     numbers: dict[Hashable, int] = {}
     of = [numbers.setdefault(sign, len(numbers)) for sign in signs]
-    return Kinds(of, _traced(of, recorder.reads), next(iter(recorder.returned)), halves)
+    return Kinds(of, _traced(of, recorder.reads), next(iter(recorder.returned)), halves, recorder.shared)
 
 
 def _traced(of: list[int], reads: Mapping[int, set[int]]) -> list[int]:
@@ -259,9 +261,9 @@ def _stored(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
-def _shares_between_layers(model: nn.Module, blocks: str) -> bool:
-    """Whether a parameter or buffer is in several layers, or in one and outside of them."""
+def _shared(model: nn.Module, blocks: str) -> frozenset[str]:
+    """The names of parameters and buffers that are in several layers, or in one and outside of them."""
     owners: dict[int, set[int]] = {}
     for name, tensor in _stored(model):
         owners.setdefault(id(tensor), set()).add(split(name, blocks)[0])
-    return any(len(layers) > 1 for layers in owners.values())
+    return frozenset(name for name, tensor in _stored(model) if len(owners[id(tensor)]) > 1)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from exporters.transformers.attention import Calls, replace_for
 from exporters.transformers.encoder_quirks import Bottlenecks, ConvolutionHeads
 from exporters.transformers.experts import in_order, mix_heads, tap_own_experts, tap_router
-from exporters.transformers.recurrent import FORGETS_ALL, convolved, recur
+from exporters.transformers.recurrent_quirks import LightningAttention, LinearUnits, SelectiveHeads, SharedBlocks
 from exporters.transformers.taps import ADDITIONS, Attachment
 from mionnx.graph.hook_points import HookPoint
 
@@ -266,38 +266,6 @@ class MlpBesideExperts(Attachment):
         Attachment(self.model, parts, self.taps, self.stack).neurons(i, beside)
 
 
-class LinearUnits(Attachment):
-    """Griffin's mixer, a gated linear recurrence of channels, whose code keeps its state in its module."""
-
-    def recurrences(self, mixer: nn.Module) -> None:
-        """Nothing: a mixer's forward is written anew."""
-
-    def mixer(self, i: int, mixer: Any) -> None:
-        super().mixer(i, mixer)
-        unit, taps = mixer.rg_lru, self.taps
-
-        def gate(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-            heads = x.unflatten(-1, (len(weight), -1)).flatten(0, 1).transpose(0, 1) @ weight + bias[:, None]
-            return torch.sigmoid(heads.transpose(0, 1).flatten(1).view_as(x))
-
-        def forward(stream: Tensor, position_ids: Tensor, **_: Any) -> tuple[Tensor, None]:
-            kernel = mixer.conv_1d.weight.squeeze(1)
-            columns: Any = taps.cache
-            columns = columns.update_conv_state(mixer.linear_x(stream).transpose(1, 2), i)
-            x = convolved(taps)(columns, kernel, mixer.conv_1d.bias).transpose(1, 2)
-            first = position_ids[..., None] == 0  # of a text, which reads no state
-            forget = gate(x, unit.recurrent_gate_weight, unit.recurrent_gate_bias)
-            log_decay = -8.0 * forget * nn.functional.softplus(unit.recurrent_param)
-            size = torch.where(first, 1.0, torch.sqrt(1 - torch.exp(2 * log_decay)))
-            written = x * gate(x, unit.input_gate_weight, unit.input_gate_bias) * size.type_as(x)
-            log_decay = torch.where(first, FORGETS_ALL, log_decay)
-            one = torch.ones_like(written[..., None, :1])
-            y = recur(taps, one, one, written[:, :, None], log_decay[:, :, None, None])[0]
-            return mixer.linear_out(y[:, :, 0] * mixer.act_fn(mixer.linear_y(stream))), None
-
-        replace_for(self.stack, mixer, "forward", forward)
-
-
 class Quirk(NamedTuple):
     """A row of the table."""
 
@@ -323,6 +291,7 @@ QUIRKS = {
     "longcat_flash": Quirk(
         TwoLayersInBlock, "has two layers in a block, and experts of the first that join the second"
     ),
+    "minimax": Quirk(LightningAttention, "weighs the normed stream and what joins it, and has a cache of its own"),
     "mobilebert": Quirk(Bottlenecks, "computes attention and four MLPs on a narrower stream inside of each layer"),
     "openai-gpt": Quirk(AddedCache, "knows no past: transformers computes every text from its first token on"),
     "recurrent_gemma": Quirk(
@@ -330,6 +299,8 @@ QUIRKS = {
     ),
     "roformer": Quirk(RotationOfClass, "rotates in a static method of its attention, not in a function of its module"),
     "opt": Quirk(MergedAxes, "merges batch and sequence axes before its MLP, and the tracing has to keep them apart"),
+    "zamba": Quirk(SelectiveHeads, "scans in heads, one call of a function for each; beside what Zamba2 does"),
+    "zamba2": Quirk(SharedBlocks, "has attention and an MLP in front of some mixers, which add nothing to the stream"),
 }
 
 

@@ -30,9 +30,14 @@ Function = Callable[..., Any]
 
 
 def mixer_of(block: nn.Module, layout: Layout) -> nn.Module | None:
-    """The recurrent mixer of a block; None where it attends instead."""
-    mixer = dict(block.named_modules()).get(layout.recurrent) if layout.recurrent else None
-    return mixer if mixer is not None and _convolutions(mixer) else None  # attention may have the same name
+    """The recurrent mixer of a block, or of the layer inside of it; None where it attends instead."""
+    end = f".{layout.recurrent}"
+    mixers = [module for path, module in block.named_modules() if layout.recurrent and f".{path}".endswith(end)]
+    if not mixers:
+        return None
+    # attention may have the same name
+    own = layout.mixer_output != layout.output_projection and hasattr(mixers[0], layout.mixer_output)
+    return mixers[0] if own or _convolutions(mixers[0]) else None
 
 
 def kernel_of(model: PreTrainedModel, layout: Layout) -> int:
@@ -58,15 +63,17 @@ class Columns:
 
     def __init__(self, mask: Tensor, kernel: int) -> None:
         self.mask, self.kernel = mask, kernel
+        # in a traced graph each layer has a node of its own, since an intervention may hide a token from some
+        self.read = None if torch.compiler.is_exporting() else self._read()
         self.by_layer: dict[int, tuple[Tensor, ...]] = {}
 
     def of(self, layer: int, x: Tensor) -> tuple[Tensor, ...]:
         """Of a layer in which `x` stands: `kernel` times [batch * seq], the last the token's own, and those carried."""
-        # in a traced graph each layer has a node of its own, since an intervention may hide a token from some
-        number = layer if torch.compiler.is_exporting() else 0
-        if number not in self.by_layer:
-            self.by_layer[number] = self._node(layer, x) if torch.compiler.is_exporting() else _columns_read(self)
-        return self.by_layer[number]
+        if self.read is not None:
+            return self.read
+        if layer not in self.by_layer:
+            self.by_layer[layer] = self._node(layer, x)
+        return self.by_layer[layer]
 
     def _node(self, layer: int, x: Tensor) -> tuple[Tensor, ...]:
         batch, seq = self.mask.shape
@@ -82,21 +89,18 @@ class Columns:
             )
         )
 
-
-def _columns_read(columns: Columns) -> tuple[Tensor, ...]:
-    mask, kernel = columns.mask, columns.kernel
-    batch, seq = mask.shape
-    past = kernel - 1
-    real = torch.cat([mask.new_ones(batch, past), mask], 1)
-    before_it = real.cumsum(1) - real
-    at = torch.arange(past + seq, device=mask.device).expand(batch, -1)
-    place = torch.where(real.bool(), before_it, past + seq)  # padding behind all others, where nobody looks
-    table = mask.new_zeros(batch, past + seq + 1).scatter(1, place, at)
-    first = torch.arange(batch, device=mask.device)[:, None] * (past + seq)
-    before = [table.gather(1, before_it[:, past:] - back) + first for back in range(past, 0, -1)]
-    last = real.sum(1, keepdim=True) + torch.arange(-past, 0, device=mask.device)
-    own = at[:, past:] + first
-    return tuple(one.flatten() for one in (*before, own, table.gather(1, last) + first))
+    def _read(self) -> tuple[Tensor, ...]:
+        mask, (batch, seq), past = self.mask, self.mask.shape, self.kernel - 1
+        real = torch.cat([mask.new_ones(batch, past), mask], 1)
+        before_it = real.cumsum(1) - real
+        at = torch.arange(past + seq, device=mask.device).expand(batch, -1)
+        place = torch.where(real.bool(), before_it, past + seq)  # padding behind all others, where nobody looks
+        table = mask.new_zeros(batch, past + seq + 1).scatter(1, place, at)
+        first = torch.arange(batch, device=mask.device)[:, None] * (past + seq)
+        before = [table.gather(1, before_it[:, past:] - back) + first for back in range(past, 0, -1)]
+        last = real.sum(1, keepdim=True) + torch.arange(-past, 0, device=mask.device)
+        own = at[:, past:] + first
+        return tuple(one.flatten() for one in (*before, own, table.gather(1, last) + first))
 
 
 def convolved(taps: Taps) -> Function:
@@ -213,7 +217,7 @@ def _repeated(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2, output_size=heads)
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
+def no_mask(*_: Any, **__: Any) -> None:
     """Stand in for a mask of tokens: here padding is masked where it is read."""
 
 
@@ -223,7 +227,7 @@ FUNCTIONS: dict[str, Callable[[Taps], Function]] = {
     "mamba2_chunk_scan": chunk_scan,
     "torch_chunk_gated_delta_rule": delta_rule,
     "chunk_kimi_delta_attention": delta_rule,
-    "create_recurrent_attention_mask": lambda _: _no_mask,
+    "create_recurrent_attention_mask": lambda _: no_mask,
 }
 
 

@@ -36,7 +36,7 @@ def stamp(graph: ir.Graph, parameters: list[ir.Value], hooks: list[str], kinds: 
     # execution order; `blocks` is the path of the layers in the names of weights.
     if len(kinds.traced) == len(kinds.of):
         return True
-    nodes, names = _segments(graph, kinds), LayerNames(blocks, kinds.halves)
+    nodes, names = _segments(graph, kinds), LayerNames(blocks, kinds.halves, kinds.shared)
     if nodes is None or not all(_alone(nodes[layer], layer, names) for layer in kinds.traced):
         return False
     stamper = _Stamper(graph, kinds, names, nodes, {id(value) for value in parameters})
@@ -56,10 +56,13 @@ class LayerNames:
 
     blocks: str  # path of the layers in the names of weights
     halves: int  # how many numbers a layer has in the names of hook points, pasts and presents
+    shared: frozenset[str] = frozenset()  # weights that are of no one layer
 
     def layer(self, name: str) -> int:
         """The layer that a value belongs to by its name; `OUTSIDE` if its name says none."""
         hook, cache = layer_of(name), _CACHE.match(name)
+        if name in self.shared:
+            return OUTSIDE
         if hook is not None:
             return hook // self.halves
         return int(cache[1]) // self.halves if cache else split(name, self.blocks)[0]

@@ -32,7 +32,7 @@ def tap_halves(taps: Taps, layer: int) -> Calls:
 
     def answer(func: Any, args: Any, options: Any) -> Any:
         result = func(*args, **options)
-        if func is not Tensor.chunk:
+        if func not in (Tensor.chunk, torch.chunk):
             return result
         points = HookPoint.MlpGate(layer), HookPoint.MlpUp(layer)
         return tuple(taps.at_tokens(point, half) for point, half in zip(points, result, strict=True))
@@ -133,10 +133,13 @@ class Attachment:
         if layout.types:
             self.after(self.module(layout.types), partial(self.taps.at, HookPoint.TokenTypeEmbed))
 
+    def attends(self, block: nn.Module) -> bool:
+        """Whether a block has attention."""
+        return mixer_of(block, self.layout) is None
+
     def block(self, i: int, block: nn.Module) -> None:
         """Tap layer `i`, which a block holds, alone or among others."""
         layout = self.layout
-        products = layout.stream == "products"
         self.stream_before(i, block)
         for path, point in ((layout.mid_norm, HookPoint.ResidMidSum), (layout.post_norm, HookPoint.ResidPostSum)):
             if path:
@@ -148,24 +151,27 @@ class Attachment:
         else:
             self.name_layer(i, mixer)
             self.mixer(i, mixer)
-        if products:
-            self.enter_around(block, lambda stream: tap_additions(self.taps, i, stream))
-        else:
-            own = layout.attention_added or (layout.recurrent if mixer else layout.attention)
-            added = self.module(str(own), block)
-            self.after(added, partial(self.taps.at, HookPoint.AttnOut(i)))
-            if layout.middle:
-                self.before(
-                    self.module(layout.middle, block), partial(self.taps.at, HookPoint.ResidMid(i), stream=True)
-                )
         if layout.mlp is not None:
             self.mlp(i, block)
-        if layout.mlp is not None and not products:
+        self.additions(i, block, mixer)
+        self.stream_after(i, block)
+
+    def additions(self, i: int, block: nn.Module, mixer: nn.Module | None) -> None:
+        """Tap what a layer adds to the stream, and the stream between its halves."""
+        layout, at = self.layout, self.taps.at
+        if layout.stream == "products":
+            self.enter_around(block, lambda stream: tap_additions(self.taps, i, stream))
+            return
+        own = mixer if mixer is not None else self.module(layout.attention, block)
+        added = self.module(layout.attention_added, block) if layout.attention_added else own
+        self.after(added, partial(at, HookPoint.AttnOut(i)))
+        if layout.middle:
+            self.before(self.module(layout.middle, block), partial(at, HookPoint.ResidMid(i), stream=True))
+        if layout.mlp is not None:
             added = (
                 self.module(layout.mlp_added, block) if layout.mlp_added else self.mlp_part(block, layout.mlp_output)
             )
-            self.after(added, partial(self.taps.at, HookPoint.MlpOut(i)))
-        self.stream_after(i, block)
+            self.after(added, partial(at, HookPoint.MlpOut(i)))
 
     def recurrences(self, mixer: nn.Module) -> None:
         """Tap the functions by which a family's mixers compute."""
@@ -175,7 +181,8 @@ class Attachment:
         """Tap what a recurrent mixer reads, and what its output projection reads; what is between is in functions."""
 
         def z(x: Tensor) -> Tensor:
-            heads = self.taps.carried[i][1].shape[1] if len(self.taps.carried[i]) > 1 else 1
+            last = self.taps.carried[i][-1]  # a state, or the columns of a convolution
+            heads = last.shape[1] if last.dim() == 4 else 1
             return self.taps.at(HookPoint.SsmZ(i), x.unflatten(-1, (heads, -1))).flatten(2)
 
         self.before(mixer, partial(self.taps.at, HookPoint.SsmPre(i)))

@@ -30,7 +30,7 @@ from exporters.transformers.attention import (
     replace_for,
     tap_rotation,
 )
-from exporters.transformers.carried import Carries, carries, is_state
+from exporters.transformers.carried import Carries, carries, parted
 from exporters.transformers.config import rope_parameters
 from exporters.transformers.encoder_families import is_encoder
 from exporters.transformers.experts import EXPERTS_FUNCTION, drop_spare
@@ -97,10 +97,10 @@ def attached(model: PreTrainedModel, taps: Taps) -> Iterator[None]:
             stack.callback(vars(module).pop, TAPS, None)  # blocks may share a module
         if layout.keys == "own":
             stack.enter_context(plain_maximum(model))
-        run = [(block, mixer_of(block, layout)) for block in blocks if not isinstance(block, Passed)]
-        if attending := [block for block, mixer in run if mixer is None]:
+        run = [block for block in blocks if not isinstance(block, Passed)]
+        if attending := [block for block in run if outside.attends(block)]:
             tap_rotation(stack, taps, submodule(model, layout.layer(0).attention, attending[0]))
-        if mixers := [mixer for _, mixer in run if mixer is not None]:
+        if mixers := [mixer for block in run if (mixer := mixer_of(block, layout)) is not None]:
             outside.recurrences(mixers[0])
         # an encoder of T5's kind has a copy of the model's config
         configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
@@ -124,9 +124,10 @@ class Cached(nn.Module):
     ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
         cache = TappedCache(self._pasts(past), self.listen, self.layout)
         tokens = {"attention_mask": attention_mask, "position_ids": position_ids}
-        if self.kernel:
+        if self.layout.recurrent:
             own = torch.arange(input_ids.shape[1], device=input_ids.device) - input_ids.shape[1]
             cache.taps.mask = attention_mask.index_select(1, own + attention_mask.shape[1])
+        if self.kernel:
             cache.taps.columns = Columns(cache.taps.mask, self.kernel)
         if self.layout.keys == "none":  # transformers masks such a model's tokens, and here each layer does
             tokens = {}
@@ -139,7 +140,7 @@ class Cached(nn.Module):
         """What every layer carries; nobody asks those that are passed over."""
         layers = range(len(past)) if self.layers is None else self.layers
         by_layer = dict(zip(layers, past, strict=True))
-        other = next((own for own in past if is_state(own)), past[0]) if past else ()
+        other = next((own for own in past if parted(own)[1]), past[0]) if past else ()
         return [by_layer.get(i, other) for i in range(max(layers, default=-1) + 1)]
 
 
@@ -314,17 +315,18 @@ def trace(skeleton: PreTrainedModel, sizes: PastSizes, kinds: Kinds, head: TaskH
     """Trace a model to ONNX with `mionnx::HookPoint` marker nodes, without weights.
 
     Args:
-        skeleton: from `skeleton_of`; its traced parameters are fake tensors afterwards.
+        skeleton: from `skeleton_of`; its parameters are fake tensors afterwards.
 
     Raises:
         ExportError: the family is laid out in an unknown way, or the torch exporter refused the model.
     """
     layout = layout_in(skeleton)
     try:
-        with quiet(), UNCACHED, torch.no_grad(), _passed_over(skeleton, layout, kinds):
+        with quiet(), UNCACHED, torch.no_grad(), ExitStack() as stack:
             with FakeTensorMode():
-                allocate(skeleton)
+                allocate(skeleton)  # all of it: layers that are traced may share weights with others
                 example = _example(kinds.hooked, sizes, head)
+            stack.enter_context(_passed_over(skeleton, layout, kinds))
             carried = sizes[0] if head.kind == NEXT_TOKEN else ()
             ports = [carried[layer].ports(layer) for layer in kinds.hooked] if carried else []
             return to_onnx(wrapped(skeleton, _mark, head, kinds.hooked), example, ports, MAIN_OUTPUTS[head.kind])

@@ -157,6 +157,7 @@ class HookPoint:
     RwkvEffectiveAttnRaw = Layered(
         "blocks.{i}.rwkv.hook_effective_attn_raw", EFFECTIVE, "attention", "RwkvState", instead="RwkvK", on_request=True
     )
+    SsmShared = Layered("blocks.{i}.ssm.hook_shared", RESIDUAL, "attention")
     SsmPre = Layered("blocks.{i}.ssm.hook_pre", RESIDUAL, "attention")
     SsmConv = Layered("blocks.{i}.ssm.hook_conv", ("batch", "seq", "channels"), "attention")
     SsmDt = Layered("blocks.{i}.ssm.hook_dt", ("batch", "seq", "n_steps"), "attention")

@@ -22,7 +22,8 @@ class Attention:
     """One layer's attention.
 
     Attributes:
-        output_projection: name of the initializer of the output projection; empty where each token chooses its own.
+        output_projection: name of the initializer of the output projection; empty where each token chooses its own, or
+            where an MLP reads it and not the stream (Zamba).
         output_is_rows: True if it is stored [n_heads * head_dim, hidden], False if [hidden, n_heads * head_dim].
         sliding_window: how many keys a query sees, itself included; None if it sees all before it. Where tokens read
             both ways, as many on either side.

@@ -244,7 +244,7 @@ class Metadata:
         recurrence = self.layers[layer].recurrence if layer < len(self.layers) else None
         named = axis_sizes(point, self.sizes, self.heads(layer), recurrence)
         if point.variant in EFFECTIVE_ATTENTION and self.decays_by_number(layer):
-            named["n_heads"] = named["value_dim"]  # weights differ from channel to channel
+            named["n_heads"] *= named["value_dim"]  # weights differ from channel to channel
         return named
 
     def decays_by_number(self, layer: int) -> bool:

@@ -3,8 +3,8 @@
 They are those of `rwkv_derived`, of S_t = exp(g_t) S_(t-1) + k_t (x) u_t, y_t = q_t S_t (u_t is w_t v_t, of the delta
 rule b_t (w_t v_t - e_t k_t exp(g_t) S_(t-1))), on what the model's own recurrence reads, gates included.
 
-Where each number of the state has a decay of its own (Mamba, its one head's value being the channels), effective
-attention differs from channel to channel: these stand in the place of heads.
+Where each number of the state has a decay of its own (Mamba; the values of its heads, mostly of one, are the channels),
+effective attention differs from channel to channel: these stand in the place of heads.
 """
 
 from collections.abc import Mapping
@@ -68,6 +68,7 @@ class _Mixer:
     def __init__(self, op: Builder, point: HookPoint, tensors: Mapping[str, gs.Tensor], metadata: Metadata) -> None:
         self.op, self.point, self.tensors = op, point, tensors
         self.by_number = metadata.decays_by_number(point.layer or 0)
+        self.channels = metadata.axis_sizes(point)["n_heads"]  # of effective attention
 
     def value(self, name: str) -> gs.Tensor:
         """A value of the layer's mixer in float32, in which the recurrence is computed."""
@@ -104,12 +105,16 @@ class _Mixer:
         own = op.Mul(self.value("write_gate"), self.real)  # [batch, seq, n_heads, 1]
         vectors = {**self.writes, "v": op.Unsqueeze(op.Mul(own, op.Unsqueeze(unit, [0, 2])), [-2])}
         vectors["q"] = op.Unsqueeze(self.value("hook_q"), [-2])
-        if self.by_number:  # [batch, seq, 1, key, channels]: a column of decays for each channel
-            vectors["d"] = op.Transpose(vectors["d"], perm=[0, 1, 4, 3, 2])
-        # [batch, n_heads or channels, key, seq_src], zeros
+        if self.by_number:  # [batch, seq, n_heads, value, key, 1]: a column of decays for each channel
+            decays = op.Unsqueeze(op.Transpose(vectors.pop("d"), perm=[0, 1, 2, 4, 3]), [-1])
+            vectors = {"d": decays, **{name: op.Unsqueeze(one, [3]) for name, one in vectors.items()}}
+        # [batch, n_heads, key, seq_src], or of channels [batch, n_heads, value, key, seq_src], zeros
         shapes = [op.Gather(vectors[name], 0, axis=1) for name in ("d", "k", "v")]
         empty = op.Expand(op.constant([0], np.float32), op.Shape(op.Mul(op.Mul(*shapes[:2]), shapes[2])))
-        return op.Transpose(op.Squeeze(self.scan(empty, vectors), [3]), perm=[0, 2, 1, 3])
+        weights = op.Squeeze(self.scan(empty, vectors), [-2])
+        if self.by_number:
+            weights = op.Reshape(weights, [0, 0, self.channels, -1])
+        return op.Transpose(weights, perm=[0, 2, 1, 3])
 
     def scan(self, start: gs.Tensor, vectors: Mapping[str, gs.Tensor]) -> gs.Variable:
         """What the body gives for each token, along axis 1."""

@@ -97,6 +97,13 @@ def test_a_model_without_keys_has_no_past_that_transformers_js_could_count(hybri
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.slow
+def test_states_without_columns_are_refused_where_a_client_asks_for_both(hybrid, tmp_path):
+    with pytest.raises(InputError, match=r"without columns of a convolution, of which this minimax model has none"):
+        hybrid("minimax").compile(HookSpec(), tmp_path / "out", layout="genai", plain=True)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_hybrid_is_refused_where_a_client_carries_keys_and_values_alone(hybrid, tmp_path):
     with pytest.raises(InputError, match=r"a lfm2 model a state of other parts \(conv\): use layout='plain'"):
         hybrid("lfm2").compile(HookSpec(), tmp_path / "out", layout="optimum", plain=True)

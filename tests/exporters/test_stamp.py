@@ -8,6 +8,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from families import CONFIGS, GEMMA, NO_GROUPS, TINY, make_checkpoint
+from recurrent_families import CONFIGS as RECURRENT
 from same_graph import described
 from tiny_configs import tiny_config
 from transformers import AutoConfig
@@ -21,6 +22,7 @@ from mionnx import MIModel
 
 SLIDING = ["sliding_attention"]
 PATTERN = [*(SLIDING * 5), "full_attention"]
+BLOCKS = ["linear_attention", "linear_attention", "hybrid", "hybrid"]
 EXPERTS = {**TINY, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LINES = {"n_embd": 64, "n_head": 4, "n_positions": 64, "vocab_size": 101}
 # family -> what differs from its tiny config; six to eight layers where kinds alternate, three where there is one
@@ -35,6 +37,7 @@ DEEP: dict[str, dict[str, Any]] = {
     },
     "longcat_flash": {**tiny_config("longcat_flash"), "num_layers": 3},  # two layers in each
     "smollm3": {**TINY, "num_hidden_layers": 6},
+    "zamba2": {**RECURRENT["zamba2"], "num_hidden_layers": 8, "layers_block_type": [*BLOCKS, *BLOCKS]},
     "cohere2": {**TINY, "num_hidden_layers": 6},
     **{family: {**LINES, "n_layer": 3, "rotary_dim": 8} for family in ("gptj", "ctrl", "openai-gpt")},
     "falcon": {**NO_GROUPS, "num_hidden_layers": 3},
@@ -103,11 +106,15 @@ def test_a_layer_with_another_number_is_of_another_kind():
     assert kinds("llama", {"num_hidden_layers": 7}, edit).of == [0, 0, 0, 1, 0, 2, 0]
 
 
-def test_layers_that_share_a_weight_are_all_traced():
+def test_layers_that_share_a_weight_are_of_one_kind_if_they_share_all_of_them():
     def edit(model: Any) -> None:
-        model.model.layers[3].mlp = model.model.layers[2].mlp
+        first, second, third = (layer.mlp for layer in [*model.model.layers][2:5])
+        first.up_proj.weight = second.up_proj.weight = third.up_proj.weight
+        first.down_proj.weight = second.down_proj.weight
 
-    assert kinds("llama", {"num_hidden_layers": 4}, edit).traced == [0, 1, 2, 3]
+    found = kinds("llama", {"num_hidden_layers": 6}, edit)
+    assert (found.of, found.traced) == ([0, 0, 1, 1, 2, 0], [0, 2, 4])
+    assert {name.split(".")[2] for name in found.shared} == {"2", "3", "4"}
 
 
 # ONNX's text has no dots in names: they are written as two underscores.

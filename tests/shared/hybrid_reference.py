@@ -1,6 +1,6 @@
 """Small hybrids in float64, one whole text at a time, every hook point by name.
 
-Mamba, Mamba-2, Bamba, Qwen3.5's text model, LFM2 and RecurrentGemma.
+Mamba, Mamba-2, Bamba, Zamba, Zamba2, MiniMax, Qwen3.5's text model, LFM2 and RecurrentGemma.
 
 As `decoder_reference.py`, whose attention and norms it has: written from the papers and the checkpoint's own names. A
 recurrence goes token by token; its state is handed out where a call or a step ends, and may come back changed.
@@ -12,7 +12,7 @@ import torch
 from decoder_reference import Decoder, See, _capped, _gelu_of_tanh, _shares
 from rwkv_loop import Gates
 from torch import Tensor
-from torch.nn.functional import pad, silu, softplus
+from torch.nn.functional import gelu, pad, silu, softplus
 
 Ended = Callable[[str, Tensor, int], Tensor]  # (hook point, state, length of the text) -> the state to go on with
 FORGOTTEN = -1e4  # least log of a decay
@@ -47,13 +47,19 @@ class Hybrid(Decoder):
             "mamba": self._mamba,
             "mamba2": self._mamba,
             "bamba": self._bamba,
+            "minimax": self._minimax,
+            **dict.fromkeys(("zamba", "zamba2"), self._zamba),
             "qwen3_5_text": self._qwen,
             "lfm2": self._lfm2,
             "recurrent_gemma": self._griffin,
         }[self.family]
-        final = {"bamba": "final_layernorm", "lfm2": "embedding_norm", "recurrent_gemma": "final_norm"}
+        final = {
+            **dict.fromkeys(("bamba", "zamba", "zamba2"), "final_layernorm"),
+            "lfm2": "embedding_norm",
+            "recurrent_gemma": "final_norm",
+        }
         with torch.no_grad():
-            x = see("hook_embed", self._embeddings[ids] * self._scale)
+            x = self.embedded = see("hook_embed", self._embeddings[ids] * self._scale)
             for i in range(self.layers):
                 x = see(f"blocks.{i}.hook_resid_post", layer(i, see(f"blocks.{i}.hook_resid_pre", x), see))
             norm = "backbone.norm_f" if self._alone else f"model.{final.get(self.family, 'norm')}"
@@ -93,6 +99,68 @@ class Hybrid(Decoder):
         x = see(f"blocks.{i}.hook_resid_mid", x + mixed)
         names = [f"{at}.feed_forward.{name}_proj" for name in ("gate", "up", "down")]
         return x + self._neurons(i, self._rms_norm(x, f"{at}.pre_ff_layernorm"), names, see)
+
+    def _zamba(self, i: int, x: Tensor, see: See) -> Tensor:
+        """A mixer on the stream, or on that and what a shared block makes of it and the embeddings."""
+        at, kinds = f"model.layers.{i}", self.config["layers_block_type"]
+        read = x
+        if kinds[i] == "hybrid":
+            hybrids = [layer for layer, kind in enumerate(kinds) if kind == "hybrid"]
+            use = hybrids.index(i)
+            first = hybrids[use % self.config.get("num_mem_blocks", 1)]
+            shared = f"model.layers.{first}.shared_transf{'' if self.family == 'zamba' else 'ormer'}"
+            given = self._shared_block(i, x, shared, use, see) @ self.tensors[f"{at}.linear.weight"].T
+            read, at = x + see(f"blocks.{i}.ssm.hook_shared", given), f"{at}.mamba_decoder"
+        mix = self._selective_heads if self.family == "zamba" else self._state_space
+        return x + mix(i, self._rms_norm(read, f"{at}.input_layernorm"), f"{at}.mamba", see)
+
+    def _selective_heads(self, i: int, x: Tensor, at: str, see: See) -> Tensor:
+        """Mamba's scan in heads, whose channels share what addresses and reads them."""
+        z, where = self.tensors, f"blocks.{i}.ssm"
+        mixed, gate = self._linear(see(f"{where}.hook_pre", x), f"{at}.in_proj").unflatten(-1, (-1, 2)).unbind(-1)
+        mixed = see(f"{where}.hook_conv", silu(self._convolved(i, mixed, f"{at}.conv1d")))
+        heads, each, size = z[f"{at}.A_log"].shape
+        mixed, gate = (one.unflatten(-1, (heads, each)) for one in (mixed, gate))
+        inner = torch.einsum("thd,hpd->thp", mixed, z[f"{at}.x_proj_weight"])
+        dt, k, q = inner.split([inner.shape[-1] - 2 * size, size, size], -1)
+        dt = softplus(torch.einsum("thr,hdr->thd", dt, z[f"{at}.dt_proj_weight"]) + z[f"{at}.dt_proj_bias"])
+        dt = see(f"{where}.hook_dt", dt.flatten(1)).unflatten(-1, (heads, each))
+        decay = dt[:, :, None] * -z[f"{at}.A_log"].exp().transpose(1, 2)  # [seq, heads, key, channels]
+        y = self._recurrence(i, see, q, k, dt * mixed, decay.flatten(2))
+        y = see(f"{where}.hook_z", (y + mixed * z[f"{at}.D"]) * silu(gate))
+        return see(f"blocks.{i}.hook_attn_out", self._linear(y.flatten(1), f"{at}.out_proj"))
+
+    def _shared_block(self, i: int, x: Tensor, at: str, use: int, see: See) -> Tensor:
+        """Attention, then an MLP on its output; at each use the projections of Zamba2 have an adapter of low rank."""
+        block, attention, mlp = f"blocks.{i}", f"{at}.self_attn", f"{at}.feed_forward"
+
+        def adapted(x: Tensor, name: str, adapter: str) -> Tensor:
+            if self.family == "zamba":
+                return self._linear(x, name)
+            low = self._linear(x, f"{adapter}_adapter_list.{use}.0")
+            return self._linear(x, name) + self._linear(low, f"{adapter}_adapter_list.{use}.1")
+
+        inner = self._rms_norm(torch.cat([x, self.embedded], -1), f"{at}.input_layernorm")
+        q, k, v = (
+            adapted(inner, f"{attention}.{name}_proj", f"{attention}.linear_{name}")
+            .unflatten(-1, (-1, 2 * self.config["hidden_size"] // self.config["num_attention_heads"]))
+            .transpose(0, 1)
+            for name in "qkv"
+        )
+        if self.family == "zamba":  # which knows no positions
+            q, k, v = (see(f"{block}.attn.hook_{name}", one) for name, one in zip("qkv", (q, k, v), strict=True))
+        else:
+            q, k, v = self._seen_heads(block, q, k, v, see)
+        mixed = self._attend(i, q * 2**0.5, k, v, see)  # as heads of half their size are scaled
+        out = self._linear(mixed.flatten(1), f"{attention}.o_proj")
+        inner = see(f"{block}.mlp.hook_pre", self._rms_norm(out, f"{at}.pre_ff_layernorm"))
+        if self.family == "zamba":
+            halves = tuple(self._linear(inner, f"{mlp}.{name}_proj") for name in ("gate", "up"))
+        else:
+            halves = adapted(inner, f"{mlp}.gate_up_proj", f"{mlp}.gate_up_proj").chunk(2, -1)
+        gate, up = (see(f"{block}.mlp.hook_{name}", one) for name, one in zip(("gate", "up"), halves, strict=True))
+        neurons = see(f"{block}.mlp.hook_act", gelu(gate) * up)
+        return see(f"{block}.mlp.hook_post", self._linear(neurons, f"{mlp}.down_proj"))
 
     def _griffin(self, i: int, x: Tensor, see: See) -> Tensor:
         at, heads = f"model.layers.{i}", self.config["num_attention_heads"]
@@ -144,24 +212,24 @@ class Hybrid(Decoder):
 
     def _state_space(self, i: int, x: Tensor, at: str, see: See) -> Tensor:
         z, where = self.tensors, f"blocks.{i}.ssm"
-        names = ("n_groups", "state_size", "head_dim")
-        if self.family == "bamba":
-            names = ("mamba_n_groups", "mamba_d_state", "mamba_d_head")
-        groups, size, each = (self.config[name] for name in names)
+        names = {"bamba": ("mamba_n_groups", "mamba_d_state"), "zamba2": ("mamba_ngroups", "mamba_d_state")}
+        groups, size = (self.config[name] for name in names.get(self.family, ("n_groups", "state_size")))
         heads = len(z[f"{at}.A_log"])
+        each = z[f"{at}.norm.weight"].shape[0] // heads
         inner = self._linear(see(f"{where}.hook_pre", x), f"{at}.in_proj")
         width = heads * each
         gate, mixed, dt = inner.split([width, width + 2 * groups * size, heads], -1)
         mixed = see(f"{where}.hook_conv", silu(self._convolved(i, mixed, f"{at}.conv1d")))
         value, k, q = mixed.split([width, groups * size, groups * size], -1)
-        dt = see(f"{where}.hook_dt", softplus(dt + z[f"{at}.dt_bias"]))
+        least = self.config["time_step_min"] if self.family == "zamba2" else 0
+        dt = see(f"{where}.hook_dt", softplus(dt + z[f"{at}.dt_bias"]).clamp(min=least))
         q, k = (one.unflatten(-1, (groups, -1)).repeat_interleave(heads // groups, 1) for one in (q, k))
         value = value.unflatten(-1, (heads, -1))
         decay = (-z[f"{at}.A_log"].exp() * dt)[..., None]
         y = self._recurrence(i, see, q, k, value * dt[..., None], decay)
         y = (y + z[f"{at}.D"][:, None] * value).flatten(1) * silu(gate)
         y = y.unflatten(-1, (groups, -1))
-        y = y / torch.sqrt((y**2).mean(-1, keepdim=True) + self._epsilon)
+        y = y / torch.sqrt((y**2).mean(-1, keepdim=True) + (1e-5 if self.family == "zamba2" else self._epsilon))
         y = see(f"{where}.hook_z", (y.flatten(1) * z[f"{at}.norm.weight"]).unflatten(-1, (heads, -1)))
         return see(f"blocks.{i}.hook_attn_out", self._linear(y.flatten(1), f"{at}.out_proj"))
 
@@ -221,7 +289,56 @@ class Hybrid(Decoder):
         q, k = self._rms_norm(q, f"{at}.q_layernorm"), self._rms_norm(k, f"{at}.k_layernorm")
         return self._mixed_heads(i, (q, k, v), f"{at}.out_proj", see)
 
-    def _mixed_heads(self, i: int, parts: tuple[Tensor, ...], out: str, see: See, gate: Tensor | None = None) -> Tensor:
+    def _minimax(self, i: int, x: Tensor, see: See) -> Tensor:
+        """Halves on the normed stream, which they and it join with a factor each."""
+        at, block, config = f"model.layers.{i}", f"blocks.{i}", self.config
+        kind = "linear" if config["layer_types"][i] == "linear_attention" else "full"
+        factor = config[f"{kind}_attn_beta_factor"]
+        x = self._rms_norm(x, f"{at}.input_layernorm")
+        if kind == "linear":
+            added = see(f"{block}.hook_attn_out", factor * self._lightning(i, x, f"{at}.self_attn", see))
+        else:
+            size = config["head_dim"]
+            q, k, v = (self._linear(x, f"{at}.self_attn.{name}_proj").unflatten(-1, (-1, size)) for name in "qkv")
+            added = self._mixed_heads(i, (q, k, v), f"{at}.self_attn.o_proj", see, factor=factor)
+        x = see(f"{block}.hook_resid_mid", config[f"{kind}_attn_alpha_factor"] * x + added)
+        x = self._rms_norm(x, f"{at}.post_attention_layernorm")
+        mixed = see(f"{block}.mlp.hook_post", self._experts(i, x, f"{at}.block_sparse_moe", see))
+        return config["mlp_alpha_factor"] * x + see(f"{block}.hook_mlp_out", config["mlp_beta_factor"] * mixed)
+
+    def _lightning(self, i: int, x: Tensor, at: str, see: See) -> Tensor:
+        """Linear attention, whose heads forget at a rate each, the slower the later the layer."""
+        where, heads, layers = f"blocks.{i}.ssm", self.config["num_attention_heads"], self.layers
+        x = see(f"{where}.hook_pre", x)
+        q, k, v = silu(self._linear(x, f"{at}.qkv_proj")).unflatten(-1, (heads, -1)).chunk(3, -1)
+        slopes = 2 ** (-8 / heads * torch.arange(1, heads + 1)) * (1 - i / (layers - 1 + 1e-5) + 1e-5)
+        y = self._recurrence(i, see, q, k, v, -slopes.to(v).expand(len(x), heads)[..., None])
+        y = y.flatten(1) / torch.sqrt((y.flatten(1) ** 2).mean(-1, keepdim=True) + 1e-6)
+        y = y * self.tensors[f"{at}.norm.weight"] * torch.sigmoid(self._linear(x, f"{at}.output_gate"))
+        return self._linear(see(f"{where}.hook_z", y.unflatten(1, (heads, -1))).flatten(1), f"{at}.out_proj")
+
+    def _experts(self, i: int, x: Tensor, at: str, see: See) -> Tensor:
+        """The experts that each token chooses, weighed by its softmax over these."""
+        where, count = f"blocks.{i}.mlp", self.config["num_local_experts"]
+        x = see(f"{where}.hook_pre", x)
+        logits = see(f"{where}.hook_router_logits", self._linear(x, f"{at}.gate"))
+        weights, chosen = torch.softmax(logits, -1).topk(self.config["num_experts_per_tok"], -1)
+        chosen = see(f"{where}.hook_expert_indices", chosen).long()
+        weights = see(f"{where}.hook_expert_weights", weights / weights.sum(-1, keepdim=True))
+
+        def product(x: Tensor, name: str) -> Tensor:
+            """[seq, chosen, ...] by the matrix of each chosen expert."""
+            matrices = torch.stack([self.tensors[f"{at}.experts.{one}.{name}.weight"] for one in range(count)])
+            return torch.einsum("tci,tcoi->tco", x, matrices[chosen])
+
+        read = x[:, None].expand(-1, chosen.shape[1], -1)
+        gate, up = (see(f"{where}.hook_expert_{name}", product(read, w)) for name, w in (("gate", "w1"), ("up", "w3")))
+        out = product(see(f"{where}.hook_expert_act", silu(gate) * up), "w2")
+        return see(f"{where}.hook_expert_out", weights[..., None] * out).sum(1)
+
+    def _mixed_heads(
+        self, i: int, parts: tuple[Tensor, ...], out: str, see: See, gate: Tensor | None = None, factor: float = 1.0
+    ) -> Tensor:
         """Attention of queries, keys and values [seq, heads, size], gated or not: [seq, hidden]."""
         block = f"blocks.{i}"
         q, k, v = self._seen_heads(block, *(one.transpose(0, 1) for one in parts), see)
@@ -231,7 +348,7 @@ class Hybrid(Decoder):
         mixed = mixed if gate is None else see(f"{block}.attn.hook_z", mixed * gate)
         weight = self.tensors[f"{out}.weight"].T.reshape(*mixed.shape[1:], -1)
         added = _shares(block, mixed, weight, see).sum(1) + self.tensors.get(f"{out}.bias", 0)
-        return see(f"{block}.hook_attn_out", added)
+        return see(f"{block}.hook_attn_out", factor * added)
 
     def _neurons(self, i: int, x: Tensor, names: Sequence[str], see: See) -> Tensor:
         block = f"blocks.{i}"
@@ -280,7 +397,12 @@ class Hybrid(Decoder):
                 state = self.ended(f"{where}.hook_state", state, t + 1)
         see(f"{where}.hook_states", torch.stack(states))
         if i in self.weighed:
-            weights = self._weights(q, k, kept.transpose(1, 3) if by_number else kept, gates)
+            parts = (q, k, kept, *gates)
+            if by_number:  # a weight for each channel of each head
+                channels = kept.transpose(2, 3).flatten(1, 2)[..., None]
+                wide = [one if one is None else one.repeat_interleave(v.shape[-1], 1) for one in (q, k, *gates)]
+                parts = (*wide[:2], channels, *wide[2:])
+            weights = self._weights(*parts[:3], parts[3:])
             see(f"{where}.hook_effective_attn_raw", weights)
             positive = weights.clamp(min=0)
             see(f"{where}.hook_effective_attn", positive / positive.sum(-1, keepdim=True).clamp(min=TINY))

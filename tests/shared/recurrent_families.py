@@ -119,6 +119,46 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_window_size": 8,
         "block_types": ["recurrent", "attention", "recurrent"],
     },
+    "minimax": {
+        **HYBRID,
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "block_size": 8,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "full_attn_alpha_factor": 1.5,
+        "full_attn_beta_factor": 0.5,
+        "linear_attn_alpha_factor": 1.25,
+        "linear_attn_beta_factor": 0.75,
+        "mlp_alpha_factor": 1.5,
+        "mlp_beta_factor": 1.25,
+        "rms_norm_eps": 1e-2,
+    },
+    "zamba": {
+        **HYBRID,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "n_mamba_heads": 2,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 8,
+        "layers_block_type": ["hybrid", "linear_attention", "hybrid", "linear_attention"],
+        "rms_norm_eps": 1e-2,
+    },
+    "zamba2": {
+        **HYBRID,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 4,
+        "n_mamba_heads": 8,
+        "mamba_d_state": 16,
+        "mamba_ngroups": 2,
+        "chunk_size": 8,
+        "num_mem_blocks": 2,
+        "use_shared_attention_adapter": True,
+        "adapter_rank": 8,
+        "use_mem_rope": True,
+        "layers_block_type": ["hybrid", "linear_attention", "hybrid", "hybrid"],
+        "rms_norm_eps": 1e-2,
+    },
     "qwen3_5_text": DELTA_NET,
     "qwen3_next": {**DELTA_NET, **EXPERTS, "shared_expert_intermediate_size": 48},
     "qwen3_5_moe_text": {**DELTA_NET, **EXPERTS, "shared_expert_intermediate_size": 48},
@@ -141,7 +181,9 @@ def make_recurrent(family: str, folder: Path, **changes: Any) -> PreTrainedModel
             elif name.endswith(("A_log", "dt_bias", "dt_proj.bias")):
                 weight.add_(torch.randn_like(weight) * 0.2)
             elif weight.dim() > 1 and "conv" not in name:
-                weight.copy_(torch.randn_like(weight) * 0.3 / max(1.0, (weight.shape[-1] / 16) ** 0.5))
+                # norms behind each half magnify rounding
+                size = 0.15 if "shared_transf" in name or ".qkv_proj" in name else 0.3
+                weight.copy_(torch.randn_like(weight) * size / max(1.0, (weight.shape[-1] / 16) ** 0.5))
             else:
                 weight.add_(torch.randn_like(weight) * 0.2)
     model.save_pretrained(folder)

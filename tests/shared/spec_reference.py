@@ -274,7 +274,8 @@ class Reference:
         hybrid.text(ids, see, keys, gates, steps, ended, torch.from_numpy(hidden), weighed)
 
     def _gates(self, loop: Loop | Hybrid, text: Text, start: int, stop: int) -> Gates:
-        heads = int(next(point.dims[point.heads] for point in self.points.values() if point.heads is not None))
+        own = [one for one in self.points.values() if one.heads is not None and ".attn." not in one.name]  # of a state
+        heads = int(own[0].dims[own[0].heads or 0])
         gates = Gates.ones(loop.layers, stop - start, heads)
         for batch in text.batches:
             for state in sorted(batch.call.states, key=lambda one: one.scale is None):  # a knockout wins

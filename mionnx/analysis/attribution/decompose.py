@@ -92,7 +92,7 @@ def heads(hooked: HookedModel, layer: int) -> list[str]:
         raise HookError(f"{hooked.metadata.family}: a recurrent model's heads have no shares in the stream")
     if not layer:
         raise InputError("layer 0 reads no head's output: there is nothing to stack")
-    names = [str(HookPoint.AttnResult(i)) for i in range(layer) if hooked.metadata.layers[i].attention]
+    names = [name for i in range(layer) if (name := str(HookPoint.AttnResult(i))) in hooked.order]
     if not names:
         raise HookError(f"{hooked.metadata.family}: no layer before {layer} has heads with shares in the stream")
     return names

@@ -56,6 +56,12 @@ def make_receivers(model: HookedModel, receivers: str | HookPoint | Iterable[Rec
     valid = [name for name in model.metadata.hooks if HookPoint.parse(name).variant in kinds or name == final]
     if not model.metadata.attends and str(HookPoint.SsmPre(0)) not in valid:
         raise HookError(f"path patching needs attention heads or mixers; {model.metadata.family} has none")
+    inside = [i for i, layer in enumerate(model.metadata.layers) if layer.attention and layer.recurrence]
+    if inside:
+        raise HookError(
+            f"path patching follows what parts of layers add to the stream; in this {model.metadata.family} model the "
+            f"attention of layer {inside[0]} adds to what its mixer reads: sweep over ssm.hook_shared"
+        )
     # MobileBERT's attention adds to a narrower stream inside of its layer
     attending = [HookPoint.AttnOut(i) for i, layer in enumerate(model.metadata.layers) if layer.attention]
     lacking = [str(point) for point in attending if point not in model.metadata.hooks]

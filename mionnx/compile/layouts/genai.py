@@ -42,6 +42,12 @@ class GenaiLayout(ClientLayout):
 
     def check(self, content: Content) -> None:
         self.need_past(content, STATE.parts)
+        metadata = content.model.metadata
+        if any(layer.has_state for layer in metadata.layers) and STATE.parts[0] not in {p.part for p in metadata.ports}:
+            raise self.refuse(
+                f"onnxruntime-genai carries no state without columns of a convolution, of which this {metadata.family} "
+                "model has none: use layout='plain' or 'transformers.js'"
+            )
         names = {port.name for port in content.interface.outputs}
         if "logits" not in names:
             raise self.refuse("onnxruntime-genai chooses tokens by the output logits, which this graph does not have")
