@@ -16,12 +16,9 @@ benchmarks/results/families.md.
 """
 
 import argparse
-import json
 import platform
 import sys
-import tempfile
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,9 +27,7 @@ import numpy as np
 import torch
 import transformers
 from encoder_rows import AS_ENCODER, ENCODER_COLUMNS, measure_encoder
-from family_models import MissingError, first_line, make_decoder
-from rich.console import Console
-from rich.progress import track
+from family_models import MissingError, for_each, make_decoder
 from tables import present
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -257,31 +252,6 @@ def saved() -> dict[str, dict[str, Any]]:
         row = [cells[0].removesuffix(", not whole"), *cells[1:]]
         told: dict[str, Any] = {"missing": cells[1]} if len(cells) == 2 else {"row": row, "reduced": name in reduced}
         found[name] = {"family": name, **told}
-    return found
-
-
-def for_each(
-    names: list[str],
-    function: Callable[[str, Path], tuple[list[str], bool]],
-    rows: Path | None,
-    kept: dict[str, dict[str, Any]],
-) -> dict[str, dict[str, Any]]:
-    """What was measured of each family, or why it is missing, on top of what is `kept`."""
-    lines = [json.loads(line) for line in rows.read_text().splitlines()] if rows and rows.exists() else []
-    found = kept | {entry["family"]: entry for entry in lines}
-    for name in track([name for name in names if name not in found], "families", console=Console(stderr=True)):
-        entry: dict[str, Any] = {"family": name}
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                entry["row"], entry["reduced"] = function(name, Path(folder))
-            except MissingError as error:
-                entry["missing"] = str(error)
-            except Exception as error:  # of any library: the table says it
-                entry["missing"] = f"refused: {first_line(error)}"
-        found[name] = entry
-        if rows:
-            with rows.open("a") as file:
-                file.write(json.dumps(entry) + "\n")
     return found
 
 

@@ -1,9 +1,14 @@
 """Small random checkpoints of every family that transformers has, or the reason why there is none."""
 
+import json
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.progress import track
 from transformers import AutoConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "shared"))
@@ -68,3 +73,28 @@ def first_line(error: BaseException) -> str:
     """An error's class and the beginning of what it says, in one line."""
     said = " ".join(str(error).split()).replace("|", "/")
     return f"{type(error).__name__}: {said[:300]}" if said else type(error).__name__
+
+
+def for_each(
+    names: list[str],
+    function: Callable[[str, Path], tuple[list[str], bool]],
+    rows: Path | None,
+    kept: dict[str, dict[str, Any]],
+) -> dict[str, dict[str, Any]]:
+    """What was measured of each family, or why it is missing, on top of what is `kept`."""
+    lines = [json.loads(line) for line in rows.read_text().splitlines()] if rows and rows.exists() else []
+    found = kept | {entry["family"]: entry for entry in lines}
+    for name in track([name for name in names if name not in found], "families", console=Console(stderr=True)):
+        entry: dict[str, Any] = {"family": name}
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                entry["row"], entry["reduced"] = function(name, Path(folder))
+            except MissingError as error:
+                entry["missing"] = str(error)
+            except Exception as error:  # of any library: the table says it
+                entry["missing"] = f"refused: {first_line(error)}"
+        found[name] = entry
+        if rows:
+            with rows.open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+    return found

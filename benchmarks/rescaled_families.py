@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from family_models import for_each
 from tables import present
 
 HERE = Path(__file__).parent
@@ -106,7 +107,7 @@ def main() -> None:
     given = parser.parse_args()
     known = [name for name, entry in table.saved().items() if "row" in entry]
     names = given.families or [*known, *(f"{name}{AS_RECURRENT}" for name in CONFIGS)]
-    found = table.for_each(names, measure, given.rows, {})
+    found = for_each(names, measure, given.rows, {})
     rows = [found[name].get("row") or [name, "-", "-", found[name]["missing"]] for name in names]
     whole = sum(row[3].split(" of ")[0] == row[3].split(" of ")[-1] for row in rows)
     refused = sum(row[3].startswith("refused: ") for row in rows)
