@@ -107,6 +107,7 @@ def test_what_cannot_be_ablated_is_said(models, message, change):
         models("llama").ablation_sweep(CLEAN, **change)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["zero", "mean"])
 def test_numbers_of_experts_have_no_zero_and_no_mean(models, kind):
     hook = "mlp.hook_expert_indices"
