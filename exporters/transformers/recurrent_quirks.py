@@ -36,8 +36,11 @@ class LightningAttention(Attachment):
 
         replace_for(self.stack, block, "forward", forward)
 
-    def additions(self, i: int, block: nn.Module, mixer: nn.Module | None) -> None:
+    def first_addition(self, i: int, block: nn.Module, mixer: nn.Module | None) -> None:
         """Nothing: factors stand between modules and the stream."""
+
+    def second_addition(self, i: int, block: nn.Module) -> None:
+        """Nothing, for the same reason."""
 
     def mixer(self, i: int, mixer: Any) -> None:
         super().mixer(i, mixer)

@@ -151,13 +151,15 @@ class Attachment:
         else:
             self.name_layer(i, mixer)
             self.mixer(i, mixer)
+        self.first_addition(i, block, mixer)
         if layout.mlp is not None:
             self.mlp(i, block)
-        self.additions(i, block, mixer)
+            self.second_addition(i, block)
         self.stream_after(i, block)
 
-    def additions(self, i: int, block: nn.Module, mixer: nn.Module | None) -> None:
-        """Tap what a layer adds to the stream, and the stream between its halves."""
+    def first_addition(self, i: int, block: nn.Module, mixer: nn.Module | None) -> None:
+        """Tap what attention or a mixer adds to the stream, and the stream behind it."""
+        # Before the MLP's input, which may be the same value: the stream is what that one is made of.
         layout, at = self.layout, self.taps.at
         if layout.stream == "products":
             self.enter_around(block, lambda stream: tap_additions(self.taps, i, stream))
@@ -167,11 +169,15 @@ class Attachment:
         self.after(added, partial(at, HookPoint.AttnOut(i)))
         if layout.middle:
             self.before(self.module(layout.middle, block), partial(at, HookPoint.ResidMid(i), stream=True))
-        if layout.mlp is not None:
+
+    def second_addition(self, i: int, block: nn.Module) -> None:
+        """Tap what an MLP adds to the stream."""
+        layout = self.layout
+        if layout.stream != "products":
             added = (
                 self.module(layout.mlp_added, block) if layout.mlp_added else self.mlp_part(block, layout.mlp_output)
             )
-            self.after(added, partial(at, HookPoint.MlpOut(i)))
+            self.after(added, partial(self.taps.at, HookPoint.MlpOut(i)))
 
     def recurrences(self, mixer: nn.Module) -> None:
         """Tap the functions by which a family's mixers compute."""
