@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
     found = for_each(given.families or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), measure, given.rows, {})
-    rows = [entry["row"] for entry in found.values() if "row" in entry]  # why others are missing: families.md
+    rows = [entry["row"] for _, entry in sorted(found.items()) if "row" in entry]  # why others are missing: families.md
     agree = sum({*row[2:]} <= {AGREES, "-"} for row in rows)
     said = f"{agree} of {len(rows)} families agree in every weight; the others say which they have not, and why"
     present("weights_of_families", "x W + b is the hooked value", said, [(COLUMNS, rows)], given.save, notes=NOTES)
