@@ -272,10 +272,10 @@ def _fingerprint(folder: Path, dtype: str, exporter: ModuleType) -> str:
     if folder.is_dir():
         files = [*folder.glob("*"), *folder.glob("onnx/*")]
     else:
-        # all weights and configs of a foreign graph; of a `.pth` file the vocabulary, and its config there or above
-        patterns = ("*",) if folder.suffix == ".onnx" else ("rwkv_vocab*.txt", "tokenizer*", "config.json", "*_cfg.pkl")
-        beside = (path for pattern in patterns for path in folder.parent.glob(pattern))
-        files = [folder, *beside, *folder.parent.parent.glob("config.json")]
+        # all weights and configs of a foreign graph; of a `.pth` file vocabularies, and its config there or above
+        of_torch = ("rwkv_vocab*.txt", "tokenizer*", "config.json", f"{folder.stem}_cfg.pkl", "../config.json")
+        patterns = {".onnx": ("*",), ".gguf": ()}.get(folder.suffix, of_torch)
+        files = [folder, *(path for pattern in patterns for path in folder.parent.glob(pattern))]
     rooms = (*EXPORTING, "mionnx.quantise") if dtype in BLOCKS else EXPORTING
     digest = source_digest(exporter.__name__.partition(".")[0], *rooms)
     return _key([str(folder.resolve()), _states(path for path in files if path.is_file()), dtype, digest])
