@@ -10,6 +10,7 @@ from mionnx.errors import ExportError
 from mionnx.machine.progress import Progress, silent
 
 SUFFIXES = (".pth", ".pt")
+OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin*")  # a folder with these is another checkpoint's
 LAST = "final"  # how the stem of the file of the end of a training is called, beside those of its course
 OWN_TENSORS = {"embed.W_E", "unembed.W_U"}  # tensors of every HookedTransformer, and of nothing else
 
@@ -27,7 +28,7 @@ def weight_files(folder: Path) -> list[Path]:
     """The files of torch in a folder without other weights, that of the end first; of a path to one, that file."""
     if folder.is_file():
         return [folder] if folder.suffix in SUFFIXES else []
-    if any(folder.glob("*.safetensors")):
+    if any(path for pattern in OTHER_WEIGHTS for path in folder.glob(pattern)):
         return []
     files = [file for suffix in SUFFIXES for file in folder.glob(f"*{suffix}") if file.is_file()]
     return sorted(files, key=lambda file: (not file.stem.endswith(LAST), file.name))

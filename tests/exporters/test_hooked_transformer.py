@@ -10,7 +10,7 @@ import pytest
 import torch
 from hooked_transformer_fixture import FOLDER, IDS, KINDS
 
-from exporters.hooked_transformer import choose
+from exporters.hooked_transformer import choose, recognises
 from exporters.hooked_transformer.settings import converted, read_settings
 from mionnx import ExportError, HookSpec, Intervention, MIModel
 
@@ -148,6 +148,12 @@ def test_what_has_no_place_is_refused_by_name(own, tmp_path, monkeypatch, change
     with pytest.raises(ExportError, match=message):
         MIModel.from_pretrained(changed(own, **changes))
     assert not [*(tmp_path / "store").rglob("*.onnx")]
+
+
+def test_a_folder_with_weights_of_transformers_is_not_taken(own):
+    assert recognises(own)
+    (own / "pytorch_model.bin").touch()
+    assert not recognises(own)
 
 
 def test_a_tokenizer_that_the_config_names_is_asked_for(own, tmp_path, monkeypatch):
