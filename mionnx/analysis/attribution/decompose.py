@@ -50,6 +50,8 @@ def additions(hooked: HookedModel, layer: int, mode: str, mlp_input: bool, incl_
     if str(HookPoint.PosEmbed) in hooked.metadata.hooks:
         parts = [("embed", str(HookPoint.Embed)), ("pos_embed", str(HookPoint.PosEmbed))]
     parts = parts if incl_embeds else []
+    if mode == "mlp" and layer and not any(str(HookPoint.MlpOut(i)) in hooked.metadata.hooks for i in range(layer)):
+        raise InputError(f"mode='mlp': {hooked.metadata.family} has no MLP below layer {layer}; 'attn' has its mixers")
     for i in range(layer):
         halves = {"attn": str(HookPoint.AttnOut(i)), "mlp": str(HookPoint.MlpOut(i))}
         # a layer may have one of the two

@@ -226,6 +226,8 @@ def test_layers_of_a_mixer_alone_have_circuits(hybrid, family):
     assert whole.values == pytest.approx([whole.corrupted, whole.clean], abs=5e-5)
     with pytest.raises(InputError, match=r"layer 0 of .* has a recurrent mixer: EAP-IG's files are of heads and MLPs"):
         ranking.to_importances("nowhere.json", model)
+    with pytest.raises(InputError, match=r"mode='mlp': .* has no MLP below layer 2"):
+        model.decompose_resid(clean, 2, mode="mlp")
     if "r0.h1" not in ranking.senders:  # path patching goes over heads, which these mixers have not
         return
     for receiver in ("r1", "logits"):
