@@ -1,8 +1,8 @@
 """Verbs on hybrids, of convolutions and of gated DeltaNet beside attention: right, or refused by name."""
 
 import numpy as np
-import onnxruntime
 import pytest
+from compiled_steps import logits_in_calls
 
 from mionnx import HookError, HookPoint, HookSpec, InputError, Intervention, MIModel, StateKnockoutSpec
 
@@ -94,17 +94,8 @@ def test_blocks_are_of_every_projection(model, tmp_path, bits):
 def test_a_compiled_hybrid_goes_on_token_by_token(model, tmp_path):
     spec = HookSpec().intervene(HookPoint.SsmConv(2), Intervention.Scale(0.5, positions=[1, 10]))
     folder = model.compile(spec, tmp_path / "out")
-    session = onnxruntime.InferenceSession(folder / "model.onnx")
-    shapes = model.hooked.metadata.past_shapes(1, 0)
-    past, logits = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, []
-    names = [one.name for one in session.get_outputs()]
-    for start, stop in ((0, 9), (9, 10), (10, 14)):
-        feeds = {"input_ids": CLEAN[None, start:stop], "attention_mask": np.ones((1, stop), np.int64)}
-        feeds |= {"position_ids": np.arange(start, stop)[None], **past}
-        found = dict(zip(names, session.run(None, feeds), strict=True))
-        logits.append(found["logits"])
-        past = {port.past: found[port.present] for port in model.hooked.metadata.ports}
-    np.testing.assert_allclose(np.concatenate(logits, 1), model.forward(CLEAN, spec).output(), atol=TOLERANCE)
+    logits = logits_in_calls(model, folder / "model.onnx", CLEAN, ((0, 9), (9, 10), (10, 14)))
+    np.testing.assert_allclose(logits, model.forward(CLEAN, spec).output(), atol=TOLERANCE)
     for layout in ("genai", "transformers.js"):
         assert any(model.compile(spec, tmp_path / layout, layout=layout).rglob("*.onnx"))
     with pytest.raises(InputError, match="conv"):

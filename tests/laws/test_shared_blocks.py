@@ -1,8 +1,8 @@
 """Verbs on a model whose attention, shared between layers, goes into mixers (Zamba2): right, or refused by name."""
 
 import numpy as np
-import onnxruntime
 import pytest
+from compiled_steps import logits_in_calls
 
 from mionnx import HookError, HookPoint, HookSpec, InputError, Intervention, MIModel
 
@@ -74,16 +74,8 @@ def test_patterns_and_effective_attention_are_of_the_same_layers(model):
 
 def test_a_compiled_model_hands_keys_and_states_on(model, tmp_path):
     spec = HookSpec().intervene(HookPoint.SsmShared(2), Intervention.Scale(0.5, positions=[1, 10]))
-    session = onnxruntime.InferenceSession(model.compile(spec, tmp_path / "out") / "model.onnx")
-    names = [one.name for one in session.get_outputs()]
-    past = {name: np.zeros(one, np.float32) for name, one in model.hooked.metadata.past_shapes(1, 0).items()}
-    logits = []
-    for start, stop in ((0, 9), (9, 10), (10, 14)):
-        feeds = {"input_ids": CLEAN[None, start:stop], "attention_mask": np.ones((1, stop), np.int64)}
-        feeds |= {"position_ids": np.arange(start, stop)[None], **past}
-        found = dict(zip(names, session.run(None, feeds), strict=True))
-        logits.append(found["logits"])
-        past = {port.past: found[port.present] for port in model.hooked.metadata.ports}
-    np.testing.assert_allclose(np.concatenate(logits, 1), model.forward(CLEAN, spec).output(), atol=TOLERANCE)
+    graph = model.compile(spec, tmp_path / "out") / "model.onnx"
+    logits = logits_in_calls(model, graph, CLEAN, ((0, 9), (9, 10), (10, 14)))
+    np.testing.assert_allclose(logits, model.forward(CLEAN, spec).output(), atol=TOLERANCE)
     with pytest.raises(InputError, match="conv"):  # others: tests/compile/test_clients.py
         model.compile(spec, tmp_path / "optimum", layout="optimum")
