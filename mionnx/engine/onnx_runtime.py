@@ -161,9 +161,18 @@ class OnnxRuntime(Engine):
         return SOURCE.format(threads=options.threads, level=level, providers=providers, disabled=disabled)
 
     def open(
-        self, model: Path | bytes, folder: Path, options: Options, *, optimised: bool = False, spinning: bool = True
+        self,
+        model: Path | bytes,
+        folder: Path,
+        options: Options,
+        *,
+        optimised: bool = False,
+        spinning: bool = True,
+        in_order: bool = False,
     ) -> OrtProgram:
         settings = _settings(folder, options)
+        if in_order:
+            settings.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
         if not spinning:
             settings.add_session_config_entry("session.intra_op.allow_spinning", "0")
         if optimised:
@@ -201,8 +210,10 @@ class OnnxRuntime(Engine):
         memory.release()
 
     @contextmanager
-    def opened_alone(self, model: Path | bytes, folder: Path, options: Options) -> Iterator[Program]:
-        program = self.open(model, folder, options)
+    def opened_alone(
+        self, model: Path | bytes, folder: Path, options: Options, *, in_order: bool = False
+    ) -> Iterator[Program]:
+        program = self.open(model, folder, options, in_order=in_order)
         name, providers = options.provider_name(), providers_of(program.native)
         if providers and name not in providers:  # ONNX Runtime gives the CPU what a provider does not take
             others = ", ".join(sorted(providers))

@@ -118,7 +118,7 @@ def measure(run: TextsRun, graph: FloatGraph, products: bool = False) -> Measure
     proto, observations = largest(graph, products)
     measured = Measured(observations)
     names = [name for name in RANGE_OUTPUTS if any(name == one.name for one in proto.graph.output)]
-    with run.opened(proto) as program:
+    with run.opened(proto, in_order=True) as program:
         for number, outputs in run.run(program, names, "range"):
             none = np.zeros(0)
             values = (outputs.get(name, none) for name in (LARGEST_OUTPUT, LEAST_OUTPUT, POSITION_OUTPUT))

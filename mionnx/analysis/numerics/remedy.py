@@ -109,6 +109,10 @@ def true_sizes(graph: FloatGraph, measured: Measured) -> dict[str, float]:
         for number, one in enumerate(measured.observations)
         if one.what == PLAIN_VALUE and one.value not in graph.masked
     }
+    for node in graph.flow.nodes:  # numbers that are joined were looked at before
+        joined = [sizes[name] for name in map(graph.origin, node.input) if name in sizes]
+        if node.op_type == "Concat" and joined:
+            sizes.setdefault(node.output[0], max(joined))
     moved = {graph.origin(name): size for name, size in sizes.items()}
     return {**{hook: moved[one] for hook in graph.hooks if (one := graph.origin(hook)) in moved}, **moved, **sizes}
 

@@ -75,11 +75,11 @@ class TextsRun:
         return {name: np.asarray(value) for name, value in self.bound.inputs(call).items()}
 
     @contextmanager
-    def opened(self, proto: Any, options: Options | None = None) -> Iterator[Program]:
-        """Open a variant of the graph."""
+    def opened(self, proto: Any, options: Options | None = None, *, in_order: bool = False) -> Iterator[Program]:
+        """Open a variant of the graph; `in_order` as in `Engine.opened_alone`."""
         own = options or self.options
         model = proto if isinstance(proto, bytes) else proto.SerializeToString()
-        with engine_of(own).opened_alone(model, self.hooked.folder, own) as program:
+        with engine_of(own).opened_alone(model, self.hooked.folder, own, in_order=in_order) as program:
             yield program
 
     def run(self, program: Program, outputs: Sequence[str], stage: str, **more: NDArray[Any]) -> Run:
