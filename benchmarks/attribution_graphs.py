@@ -27,6 +27,7 @@ import numpy as np
 
 HERE = Path(__file__).parent
 REQUIREMENTS = ["circuit-tracer==0.5.0"]
+REST = 0.5  # seconds between runs: threads of the other program spin for 0.2 behind its last product
 TEXT = "Mary and John went to the store and John gave a drink to"
 CASES = [  # features of a layer last
     ("world-llama", "plt", "blocks.{}.mlp.hook_pre", 384),
@@ -282,17 +283,20 @@ def row(
         batch = min(options.batch_sizes, key=theirs.run)
         times: list[tuple[float, float]] = []
         for _ in range(options.repeats):
+            time.sleep(REST)
             begin = time.perf_counter()
             model.trace(graph.token_ids, transcoders, progress=False)
-            times.append((time.perf_counter() - begin, theirs.run(batch)))
+            own = time.perf_counter() - begin
+            time.sleep(REST)
+            times.append((own, theirs.run(batch)))
     with peer(python, folder, coders, kind, options.threads, ids) as theirs:  # its first run, as ours
         theirs.run(batch)
         taken = [memory_of(source, coders, options.threads, ids), theirs.memory]
     gigabytes = [f"{most / 1e9:.2f} ({(most - before) / 1e9:.2f})" for before, most in taken]
-    own, other = (median(one) for one in zip(*times, strict=True))
+    mine, other = (median(one) for one in zip(*times, strict=True))
     speed = median(b / a for a, b in times)
     what = f"{name}, {kind}, {features} a layer, {THEIRS[hook]}"
-    return [what, *numbers, f"{own:.2f}", f"{other:.2f} ({batch})", f"{speed:.1f}", *gigabytes]
+    return [what, *numbers, f"{mine:.2f}", f"{other:.2f} ({batch})", f"{speed:.1f}", *gigabytes]
 
 
 if __name__ == "__main__":

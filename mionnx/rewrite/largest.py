@@ -217,9 +217,9 @@ def _value(writer: _Writer, graph: FloatGraph, node: NodeProto, value: str, name
         writer.look((name, MEAN_SQUARE, node.op_type), writer.flat(value), placed=True)
     elif node.op_type in BOUNDED and name not in graph.hooks:
         return
-    elif len(axes := graph.flow.facts.shapes.get(value, ())) > 2:
-        others = [axis for axis in range(len(axes)) if axis != 1]
-        writer.look_at_rows(title, seen, others, axes[1], placed=False)
+    elif len(lengths := graph.flow.facts.shapes.get(value, ())) > 2:
+        others = [axis for axis in range(len(lengths)) if axis != 1]
+        writer.look_at_rows(title, seen, others, lengths[1], placed=False)
     else:
         writer.look(title, writer.add("Abs", [writer.flat(seen)], "size"))
 
