@@ -17,7 +17,7 @@ def top_tokens(model: Runner, vectors: NDArray[np.float32], k: int) -> NDArray[n
     wide = vectors if norm is None else vectors * np.asarray(norm, np.float32)
     best, tops = np.zeros((len(vectors), 0), np.float32), np.zeros((len(vectors), 0), np.int64)
     for begin in range(0, matrix.shape[1], READ):
-        part = wide @ matrix[:, begin : begin + READ].astype(np.float32)
+        part = wide @ np.asarray(matrix[:, begin : begin + READ], np.float32)
         # the whole vocabulary in order takes longer
         few = np.argpartition(-part, min(k, part.shape[1]) - 1, axis=1)[:, :k]
         best = np.concatenate([best, np.take_along_axis(part, few, 1)], axis=1)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from mionnx.analysis.features.transcoder_set import NORMED_INPUT, TranscoderSet
 from mionnx.analysis.lens.token_vectors import Vocabulary
+from mionnx.analysis.tracing.prefixes import Prefixes
 from mionnx.analysis.weights.weights import weights
 from mionnx.engine.options import Options
 from mionnx.errors import HookError, InputError, nearest
@@ -41,6 +42,7 @@ Arrays = dict[str, NDArray[Any]]
 Kind = TypeVar("Kind")
 LARGE = 2**27  # bytes of values, behind which the engine gives its own memory back
 FLOAT_BYTES, SCORE_COPIES = 4, 3  # bytes of a number; scores as computed, masked, as a pattern
+PASSES = 3  # of other lengths, that show what is a cut of what
 READ = 2**14  # tokens whose columns of the unembedding are in memory at once
 
 
@@ -52,6 +54,7 @@ class Ways:
         self._graphs: Once[Any, TwoGraphs] = Once()
         self._forward: Once[Any, OpenGraph] = Once()
         self._back: Once[Any, OpenGraph] = Once()
+        self._prefixes: Once[Any, Prefixes] = Once()
 
     def graphs(self, key: Any, make: Callable[[], TwoGraphs]) -> TwoGraphs:
         """Both graphs of a key; others go."""
@@ -64,6 +67,10 @@ class Ways:
     def back(self, key: Any, make: Callable[[], OpenGraph]) -> OpenGraph:
         """The open graph of the way back; others are closed."""
         return self._only(self._back, key, make)
+
+    def prefixes(self, key: Any, make: Callable[[], Prefixes]) -> Prefixes:
+        """How the constants of a graph follow from those of more tokens."""
+        return self._only(self._prefixes, key, make)
 
     @staticmethod
     def _only(store: Once[Any, Kind], key: Any, make: Callable[[], Kind]) -> Kind:
@@ -157,8 +164,7 @@ class LocalModel:
     ) -> tuple[Arrays, Arrays]:
         """One text forwards: what the way back reads, and captured values."""
         graphs = self.graphs(False, attention)
-        key = (*self._points_read, self.rules, attention)
-        forward = self.ways.forward(key, lambda: self._open(graphs.forward))
+        forward = self.ways.forward(self._forward_key(attention), lambda: self._open(graphs.forward))
         outputs = [*graphs.constants, *(graphs.captures if captures else ())]
         feeds = self.model.opened(Segments).feeds(forward, Rows(np.asarray(ids, np.int64)[None]), {})
         # Patterns of long texts are large: they stay where the engine has them, and the way back reads them there.
@@ -169,6 +175,23 @@ class LocalModel:
         if sum(array.nbytes for array in constants.values()) > LARGE:
             self.model.variants.engine.release()  # what the engine took besides, as far as it gives it back
         return constants, seen
+
+    def _forward_key(self, attention: Attention | None = None) -> tuple[Any, ...]:
+        return (*self._points_read, self.rules, attention)
+
+    def first_tokens(self, ids: Sequence[int], end: int, whole: Arrays) -> Arrays:
+        """What the way back reads for the first `end` tokens of a text, of which that of the whole is known, or not."""
+
+        def computed(tokens: int) -> Arrays:
+            return self.run(ids[:tokens], captures=False)[0]
+
+        def seen() -> Prefixes:
+            return Prefixes([(length, whole), *((n, computed(n)) for n in (length - 1, length - 2))])
+
+        length, cut = len(ids), None
+        if whole and PASSES < length > end:  # a shorter text always as computed: its bits are not to depend on others
+            cut = self.ways.prefixes(self._forward_key(), seen).cut(whole, length, end)
+        return cut or computed(end)
 
     def taken(self, seq: int) -> int:
         """Bytes that the engine takes to run a text, and keeps as long as one of its values is there.

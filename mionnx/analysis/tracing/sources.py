@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.analysis.features.transcoder import Active, Floats, Numbers
-from mionnx.analysis.tracing.local_model import Arrays, LocalModel
+from mionnx.analysis.tracing.local_model import LARGE, Arrays, LocalModel
 from mionnx.errors import InputError
 from mionnx.rewrite.gradient.way_back import (
     EMBED_POINT,
@@ -63,6 +63,8 @@ class Sources:
         # one text at a time: what a prompt's first tokens compute takes the place of the whole's
         constants, values = local.run(ids)
         self._constants = len(self.ids), constants
+        # those of a long text go before others come: there one pass more is little beside its rows
+        self._whole = constants if sum(array.nbytes for array in constants.values()) <= LARGE else {}
         active, errors = [], np.stack([values[name][0] for name in local.write_at])
         for layer in range(local.layers):
             coder, scale = local.transcoders.layer(layer), local.scale(layer)
@@ -135,7 +137,7 @@ class Sources:
         """What the way back reads besides its rows, on the first tokens."""
         if self._constants[0] != end:  # what the first tokens compute does not depend on those behind them
             self._constants = end, {}
-            self._constants = end, self.local.run(self.ids[:end], captures=False)[0]
+            self._constants = end, self.local.first_tokens(self.ids, end, self._whole)
         return {**self._constants[1], **self.vectors(end)}
 
     def vectors(self, end: int) -> Arrays:

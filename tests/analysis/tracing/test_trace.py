@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +28,9 @@ from mionnx import (
     TranscoderSet,
 )
 from mionnx.analysis.tracing.influence import influence, shares
+from mionnx.analysis.tracing.local_model import LocalModel
+from mionnx.analysis.tracing.prefixes import Prefixes
+from mionnx.engine.device import CPU, DeviceArray, put
 
 TEXT, PATH = "Mary and John went to the store", "models/world-llama"
 PRE, MID = "blocks.{}.mlp.hook_pre", "blocks.{}.hook_resid_mid"
@@ -221,7 +225,7 @@ def test_influence_is_the_whole_series(case):
     assert 0 < graph.completeness_score < 1
 
 
-def test_effects_are_autograds_in_float64_in_every_family(family, models, references, tmp_path):
+def test_effects_are_autograds_in_float64_in_every_family(family, models, references, tmp_path, monkeypatch):
     """transformers' eager model with patterns, scales of norms and outputs of MLPs held: features, errors, tokens."""
     model, ids = models(family), np.random.default_rng(0).integers(3, 60, 7)
     if NEEDED - {*model.hooked.metadata.hooks}:
@@ -233,6 +237,9 @@ def test_effects_are_autograds_in_float64_in_every_family(family, models, refere
         return
     layers = write_set(model, tmp_path, features=24, texts=[ids])
     graph, last = model.trace(ids, TranscoderSet.load(tmp_path)), model.num_layers - 1
+    # what the first tokens compute is cut out of the one pass of all, in a first trace too
+    assert passes(model, ids, tmp_path, monkeypatch) == [len(ids)]
+    assert np.array_equal(model.trace(ids, TranscoderSet.load(tmp_path)).effects, graph.effects)
     written = [f"blocks.{i}.hook_mlp_out" for i in range(last)]
     targets = [i for i in range(len(graph.features)) if graph.features[i, 0] == last][:2]
     assert targets
@@ -252,6 +259,20 @@ def test_effects_are_autograds_in_float64_in_every_family(family, models, refere
         for p, token in enumerate(ids.tolist()):
             expected[f"E_{token}_{p}"] = grad["hook_embed"][p] @ values["hook_embed"][p]
         close(graph.effects[i], np.array([expected[name] for name in graph.sources]))
+
+
+def passes(model: MIModel, ids: np.ndarray, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of the passes of a trace."""
+    lengths, own = [], LocalModel.run
+
+    def counted(self: LocalModel, ids: Sequence[int], *rest: object, **more: object) -> object:
+        lengths.append(len(ids))
+        return own(self, ids, *rest, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalModel, "run", counted)
+        model.trace(ids, TranscoderSet.load(folder))
+    return lengths
 
 
 def test_effects_of_weights_in_blocks_are_gradients_too(model, tmp_path):
@@ -283,6 +304,33 @@ def check_against_gradients(model: MIModel, ids: np.ndarray, folder: Path) -> No
             for (layer, p, f), value in zip(graph.features.tolist(), graph.activations, strict=True)
         ]
         close(graph.effects[i, :few], np.array(expected))
+
+
+def test_first_tokens_are_cut_out_of_all_where_they_are_seen_to_be():
+    """Heads beside queries in one axis, either way round; counts; what others change is computed anew."""
+    draw = np.random.default_rng(0)
+    whole = draw.normal(size=(2, 9, 3, 9)).astype(np.float32)
+
+    def constants(n: int) -> dict[str, DeviceArray]:
+        part = whole[:, :n, :, :n]
+        arrays = {
+            "grouped": part.reshape(2, n, 3 * n),
+            "inner": part.transpose(0, 1, 3, 2).reshape(2, n, 3 * n),
+            "same": whole[:, 0],
+            "counts": np.array([-1, n, 3 * n, 64]),
+        }
+        return {name: DeviceArray(put(np.ascontiguousarray(one), CPU)) for name, one in arrays.items()}
+
+    prefixes = Prefixes([(9, constants(9)), (8, constants(8)), (7, constants(7))])
+    for length, end in ((9, 4), (7, 6), (4, 1)):
+        found, expected = prefixes.cut(constants(length), length, end), constants(end)
+        assert {*found} == {*expected}
+        for name in found:
+            assert np.array_equal(found[name], expected[name]), name
+    assert prefixes.cut(constants(6), 5, 4) is None  # other axes than these tokens have
+    for changed in ({"same": np.float32([[1]])}, {"counts": np.array([81])}, {"grouped": whole[:, :7, 0, :7] + 1}):
+        odd = {name: DeviceArray(put(one, CPU)) for name, one in changed.items()}
+        assert Prefixes([(9, constants(9)), (8, constants(8)), (7, constants(7) | odd)]).cut(constants(9), 9, 4) is None
 
 
 def test_features_may_read_the_norm_before_its_weight(model, tmp_path):
