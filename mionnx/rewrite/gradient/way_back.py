@@ -1,8 +1,10 @@
 """Rewrite: a model as two graphs, forwards, and the linear way back from where features read to where they write.
 
-1. The way back has three pieces a layer: from the stream behind the layer to that before it and to what the MLP wrote
-   (*step*), from where the layer's features read to the stream before it (*enter*), and the product of what arrives at
-   the MLP's output with sources that write there (*rows*). Before them comes the final norm, behind them the embedding.
+1. The way back has four pieces a layer: from the stream behind the layer to that in its middle and to what the MLP
+   wrote (*step*), from where the layer's features read to the same (*enter*), from there to the stream before the layer
+   (*attention*), and the product of what arrives at the MLP's output with sources that write there (*rows*). Where
+   attention and MLP are side by side, step and enter go to the stream before the layer. Before them comes the final
+   norm, behind them the embedding.
 2. Patterns, scales of norms and outputs of MLPs are constants (`frozen_norm_pattern`); MLPs' own nodes are left out,
    and where transcoders have a skip connection, its product stands in their place.
 3. The rows of a layer are targets: numbers at its features' hook point, each at one position. They join those that come
@@ -121,11 +123,27 @@ class _WayBack:
         if end not in (below, str(HookPoint.ResidPre(layers))):  # the same value
             (stream,) = self._piece("final", end, [below], stream)
         for layer in reversed(range(layers)):
-            passed = self._passed(layer, stream)
-            before = str(HookPoint.ResidPre(layer))
-            (entered,) = self._piece(f"{layer}.enter", self.read_at[layer], [before], self._seed(layer))
+            before, middle = str(HookPoint.ResidPre(layer)), str(HookPoint.ResidMid(layer))
+            through = self._through(layer, middle)
+            joint = middle if through else before
+            entered, passed = self._seed(layer), self._passed(layer, stream, joint)
+            if self.read_at[layer] != joint:
+                (entered,) = self._piece(f"{layer}.enter", self.read_at[layer], [joint], entered)
             stream = self._node("Concat", [passed, entered], f"mionnx.trace.{layer}.stream", axis=0)
+            if through:
+                (stream,) = self._piece(f"{layer}.attention", middle, [before], stream)
         self._embedded(stream)
+
+    def _through(self, layer: int, middle: str) -> bool:
+        """Whether all that a layer's MLP reads and adds to follows from the stream in the middle of the layer."""
+        before, ends = str(HookPoint.ResidPre(layer)), {self.read_at[layer], str(HookPoint.ResidPost(layer))}
+        if middle not in self.hooks:
+            return False
+        beside = {before}  # what follows from the stream before the layer without the middle
+        for node in self.proto.graph.node:
+            if not beside.isdisjoint(reads(node)):
+                beside.update(name for name in node.output if name != middle)
+        return beside.isdisjoint(ends)
 
     def attention(self, layer: int, query: str, key: str) -> None:
         """Add the way from the queries and the keys of a layer's heads down to the embedding."""
@@ -137,7 +155,7 @@ class _WayBack:
             streams += self._piece(name.rpartition(".")[2], point, [before], seed)
         stream = self._node("Concat", streams, f"mionnx.trace.{layer}.stream", axis=0)
         for below in reversed(range(layer)):
-            stream = self._passed(below, stream)
+            stream = self._passed(below, stream, str(HookPoint.ResidPre(below)))
         self._embedded(stream)
 
     def last_logits(self) -> str:
@@ -145,10 +163,10 @@ class _WayBack:
         last = self._constant("mionnx.trace.last_position", -1)
         return self._node("Gather", [LOGITS, last], TRACED_LOGITS, axis=1)
 
-    def _passed(self, layer: int, stream: str) -> str:
-        """The cotangent of the stream before a layer from that behind it, and the products at its MLP."""
-        before, end = str(HookPoint.ResidPre(layer)), str(HookPoint.ResidPost(layer))
-        passed, arrived = self._piece(f"{layer}.step", end, [before, self.write_at[layer]], stream)
+    def _passed(self, layer: int, stream: str, joint: str) -> str:
+        """The cotangent of the stream before or in the middle of a layer from that behind it; products at its MLP."""
+        end = str(HookPoint.ResidPost(layer))
+        passed, arrived = self._piece(f"{layer}.step", end, [joint, self.write_at[layer]], stream)
         self.outputs.append(self._products(layer, arrived))
         return passed
 
