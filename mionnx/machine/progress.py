@@ -156,16 +156,18 @@ class InNotebook:
 
 
 class InLog:
-    """Lines, for a reader who comes later."""
+    """Lines, for a reader who comes later: what went on since the line before."""
 
     def __init__(self) -> None:
         self.first = self.pause = MINUTE
-        self._begin = time.monotonic()
+        self._begin, self._said = time.monotonic(), Stages()
 
     def draw(self, stages: Stages) -> None:
-        """Print a line."""
+        """Print a line; of a stage that is slow to go on the same once more."""
+        new = {stage: at for stage, at in stages.items() if self._said.get(stage) != at}
         if stages:
-            print(_line(stages, self._begin), file=sys.stderr, flush=True)
+            print(_line(new or dict([[*stages.items()][-1]]), self._begin), file=sys.stderr, flush=True)
+        self._said = stages
 
     def end(self, stages: Stages) -> None:
         """Print a last line."""

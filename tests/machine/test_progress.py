@@ -73,6 +73,19 @@ def test_a_log_gets_a_line_a_minute(log: Log) -> None:
     assert lines[-1].startswith("mionnx: cells 1,200 of 1,200 (0:0")
 
 
+def test_a_line_in_a_log_tells_what_went_on_since_the_last(log: Log) -> None:
+    """Lines of `doctor` repeated every stage of a quarter of an hour."""
+    with shown(None) as show:
+        show("reading", 1, 1)
+        time.sleep(0.15)
+        show("writing", 1, 3)
+        time.sleep(0.25)
+    first, *rest = log.getvalue().splitlines()
+    assert first.startswith("mionnx: reading 1 of 1 (")
+    assert rest
+    assert all(line.startswith("mionnx: writing 1 of 3 (") for line in rest)
+
+
 def test_work_of_less_than_a_minute_writes_nothing_into_a_log(log: Log) -> None:
     work(None, 0.02)
     assert not log.getvalue()
