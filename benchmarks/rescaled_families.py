@@ -62,9 +62,9 @@ def made(name: str, folder: Path) -> MIModel:
     return MIModel.from_pretrained(folder / "hooked", threads=1)
 
 
-def runs(model: MIModel, spec: HookSpec) -> Iterator[dict[str, Any]]:
+def runs(model: MIModel, encoder: bool, spec: HookSpec) -> Iterator[dict[str, Any]]:
     """The values of each batch, padding left out where it is undefined."""
-    if model.bidirectional:
+    if encoder:
         for padding in PADDINGS:
             inputs = encoder_batch(padding)
             cache = model.forward(inputs["input_ids"], spec, attention_mask=inputs["attention_mask"])
@@ -92,7 +92,9 @@ def measure(name: str, folder: Path) -> tuple[list[str], bool]:
     specs = [HookSpec().capture("*hook_resid*")]
     if edited is not None:
         specs.append(HookSpec().capture("*hook_resid*").intervene(edited, Intervention.Scale(1.5)))
-    alike = [same(*pair) for spec in specs for pair in zip(runs(model, spec), runs(other, spec), strict=True)]
+    encoder = name.endswith(AS_ENCODER)
+    each = [zip(runs(model, encoder, spec), runs(other, encoder, spec), strict=True) for spec in specs]
+    alike = [same(*pair) for pairs in each for pair in pairs]
     stored = other.hooked.proto.graph.node
     powers = sum(any(power_of(one) is not None for one in node.input) for node in stored) - 2 * len(points)
     return [name, str(len(points)), str(powers), f"{sum(alike)} of {len(alike)}"], False
@@ -105,7 +107,7 @@ def main() -> None:
     parser.add_argument("--rows", type=Path)
     parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
-    known = [name for name, entry in table.saved().items() if "row" in entry]
+    known = [name for name, entry in table.saved().items() if "row" in entry and name not in CONFIGS]
     names = given.families or [*known, *(f"{name}{AS_RECURRENT}" for name in CONFIGS)]
     found = for_each(names, measure, given.rows, {})
     rows = [found[name].get("row") or [name, "-", "-", found[name]["missing"]] for name in names]

@@ -240,5 +240,7 @@ def is_encoder(config: Any) -> bool:
 
 def reads_both_ways(config: Any) -> bool:
     """Whether tokens read those behind them: encoders, and decoders that a config makes such."""
-    causal = getattr(config, "is_causal", True) and not getattr(config, "use_bidirectional_attention", False)
+    # Gemma 4 has "all", or "vision": image tokens alone, of which a text has none
+    both = getattr(config, "use_bidirectional_attention", False) in (True, "all")
+    causal = getattr(config, "is_causal", True) and not both
     return (is_encoder(config) and config.model_type not in LEFT) or not causal

@@ -10,11 +10,12 @@ import pytest
 import torch
 from encoders import encoder_batch, graph_values, make_encoder, run_encoder
 from safetensors.torch import save_file
-from transformers import Gemma3TextConfig, Gemma3TextModel
+from transformers import AutoConfig, Gemma3TextConfig, Gemma3TextModel
 
 from exporters.transformers import export
 from exporters.transformers.config import native_config
 from exporters.transformers.eager import load
+from exporters.transformers.encoder_families import reads_both_ways
 from exporters.transformers.heads import head_of
 from mionnx import ExportError, HookPoint, HookSpec, Intervention, MIModel
 from mionnx.graph.metadata import POOLINGS
@@ -213,6 +214,14 @@ def test_poolings_are_those_of_sentence_transformers(pooling):
     mode = "mean_sqrt_len_tokens" if pooling == "mean_sqrt_len" else pooling
     expected = Pooling(8, pooling_mode=mode)({"token_embeddings": stream, "attention_mask": mask})
     assert torch.allclose(pooled(stream, mask, pooling), expected["sentence_embedding"], atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "gemma4_unified_text"])
+def test_a_text_is_causal_where_images_alone_are_read_both_ways(family):
+    """Such models were taken for encoders: no generation, and a forward pass without a cache failed."""
+    directions = {"all": True, "vision": False, None: False}
+    for setting, both in directions.items():
+        assert reads_both_ways(AutoConfig.for_model(family, use_bidirectional_attention=setting)) is both
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ from mionnx.run.segments import Rows, Segments
 
 Arrays = dict[str, NDArray[Any]]
 Kind = TypeVar("Kind")
-LARGE = 2**27  # bytes of values, behind which the engine gives its own memory back
+LARGE_CONSTANTS = 2**27  # bytes of values, behind which the engine gives its own memory back
 FLOAT_BYTES, SCORE_COPIES = 4, 3  # bytes of a number; scores as computed, masked, as a pattern
 PASSES = 3  # of other lengths, that show what is a cut of what
 READ = 2**14  # tokens whose columns of the unembedding are in memory at once
@@ -172,7 +172,7 @@ class LocalModel:
         constants = {name: values.pop(name) for name in graphs.constants}
         points = [*self.read_at, *self.write_at, EMBED_POINT, *graphs.captures] if captures else []
         seen = {name: np.asarray(constants[name] if name in constants else values[name]) for name in points}
-        if sum(array.nbytes for array in constants.values()) > LARGE:
+        if sum(array.nbytes for array in constants.values()) > LARGE_CONSTANTS:
             self.model.variants.engine.release()  # what the engine took besides, as far as it gives it back
         return constants, seen
 
@@ -210,7 +210,7 @@ class LocalModel:
         key = (*self._points_read, gathered, self.rules, attention)
         back = self.ways.back(key, lambda: self._open(self.graphs(gathered, attention).back))
         values = {name: np.array(value) for name, value in back.program.run_on_device(outputs, feeds).items()}
-        if sum(value.nbytes for value in feeds.values()) > LARGE:
+        if sum(value.nbytes for value in feeds.values()) > LARGE_CONSTANTS:
             self.model.variants.engine.release()  # calls with other numbers of rows would leave gaps between them
         return values
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.analysis.features.transcoder import Active, Floats, Numbers
-from mionnx.analysis.tracing.local_model import LARGE, Arrays, LocalModel
+from mionnx.analysis.tracing.local_model import LARGE_CONSTANTS, Arrays, LocalModel
 from mionnx.errors import InputError
 from mionnx.rewrite.gradient.way_back import (
     EMBED_POINT,
@@ -64,7 +64,7 @@ class Sources:
         constants, values = local.run(ids)
         self._constants = len(self.ids), constants
         # those of a long text go before others come: there one pass more is little beside its rows
-        self._whole = constants if sum(array.nbytes for array in constants.values()) <= LARGE else {}
+        self._whole = constants if sum(array.nbytes for array in constants.values()) <= LARGE_CONSTANTS else {}
         active, errors = [], np.stack([values[name][0] for name in local.write_at])
         for layer in range(local.layers):
             coder, scale = local.transcoders.layer(layer), local.scale(layer)
