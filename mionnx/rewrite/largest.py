@@ -31,7 +31,7 @@ from mionnx.rewrite.float_graph import NORM_OPERATORS, FloatGraph
 LARGEST_OUTPUT, LEAST_OUTPUT, POSITION_OUTPUT = RANGE_OUTPUTS = ("mionnx.largest", "mionnx.least", "mionnx.position")
 PLAIN_VALUE, SQUARES, MEAN_SQUARE, PARTIAL_SUMS = "value", "sum of squares", "mean square", "partial sums"
 MASKED = -1e30  # scores below it are a mask's
-BY_POSITION = "positions"
+OF_POSITIONS = "positions"
 POSITIVE = frozenset(("Softmax", "Sigmoid", "Relu", "Exp", "Sqrt", "Abs", "Softplus"))  # have no negative number
 BOUNDED = frozenset(("Sigmoid", "HardSigmoid", "Softmax", "Tanh", "Erf", "Sin", "Cos"))  # from -1 to 1
 
@@ -212,7 +212,7 @@ def _value(writer: _Writer, graph: FloatGraph, node: NodeProto, value: str, name
         seen = writer.add("ThresholdedRelu", [seen], "unmasked", alpha=MASKED)
     if positioned:
         others = [axis for axis in range(len(axes)) if axis != sequence_axis(axes)]
-        writer.look_at_rows(title, seen, others, BY_POSITION, placed=True)
+        writer.look_at_rows(title, seen, others, OF_POSITIONS, placed=True)
     elif value in inside:
         writer.look((name, MEAN_SQUARE, node.op_type), writer.flat(value), placed=True)
     elif node.op_type in BOUNDED and name not in graph.hooks:
@@ -235,7 +235,7 @@ def _squares(writer: _Writer, graph: FloatGraph, node: NodeProto, name: str) -> 
     sums = writer.reduce("ReduceSumSquare", source, [0, 2] if of_tokens else [-1], f"squares {end}", 0)
     title = (name, SQUARES, node.op_type)
     if of_tokens:
-        writer.enter_row(title, BY_POSITION, sums, sums, placed=True)
+        writer.enter_row(title, OF_POSITIONS, sums, sums, placed=True)
     else:
         writer.look(title, writer.flat(sums), placed=True)
 
