@@ -19,6 +19,7 @@ import argparse
 import platform
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ import numpy as np
 import torch
 import transformers
 from encoder_rows import AS_ENCODER, ENCODER_COLUMNS, measure_encoder
-from family_models import MissingError, for_each, make_decoder
+from family_models import RWKV4, MissingError, for_each, make_decoder
 from tables import present
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -36,11 +37,14 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests" / "shared"))
 
 from family_batches import KINDS, batch, difference, forward, interventions  # noqa: E402
-from oracle import Inputs, run  # noqa: E402
+from oracle import Inputs, Outcome, run  # noqa: E402
 from recurrent_families import CONFIGS as RECURRENT_FAMILIES  # noqa: E402
+from rwkv4_eager import UNSEEN  # noqa: E402
+from rwkv4_eager import run as run_rwkv4  # noqa: E402
 from unlisted_families import FAMILIES  # noqa: E402
 from unlisted_families import run as run_unlisted  # noqa: E402
 
+from exporters import rwkv  # noqa: E402
 from exporters.transformers import export  # noqa: E402
 from exporters.transformers.encoder_families import ENCODERS  # noqa: E402
 from exporters.transformers.refused import ENCODER, REASONS  # noqa: E402
@@ -68,6 +72,7 @@ NOTES = (
     "keeps (`keep_window_size`, `index_topk`), so that it keeps all; a longer one is refused.",
     "laguna: where all layers have as many heads; others are refused.",
     "longcat_flash: each of its blocks is two layers.",
+    "rwkv: RWKV-4, beside each row alone and whole; an edit of a decay or a state is compared with a loop in float64.",
     "Recurrent layers: sizes, decays and norms of tests/shared/recurrent_families.py; logits beside each row alone, "
     "without a cache.",
 )
@@ -96,10 +101,10 @@ def measure(family: str, folder: Path) -> tuple[list[str], bool]:
         raise MissingError(ENCODER)
     reference = make_decoder(family, folder / "checkpoint")
     began = time.process_time()
-    export(folder / "checkpoint", folder / "hooked")
+    (rwkv.export if family == RWKV4 else export)(folder / "checkpoint", folder / "hooked")
     seconds = time.process_time() - began
     model = MIModel.from_pretrained(folder / "hooked", threads=1)
-    if by_structure(model):
+    if by_structure(model) or family == RWKV4:
         return structural_row(family, model, reference, seconds), False
     with Reduced() as precision:
         run(reference, batch("plain"))
@@ -120,10 +125,10 @@ def by_structure(model: MIModel) -> bool:
 
 
 def structural_row(family: str, model: MIModel, reference: Any, seconds: float) -> list[str]:
-    """The row of a family whose hook points were found by structure; what has no oracle is left open."""
+    """The row of a family whose hook points were found by structure, or of RWKV-4; what has no oracle is left open."""
     captures = dict.fromkeys(KINDS, "-")
     worst, count = "-", "-"
-    if family in FAMILIES:
+    if family in FAMILIES or family == RWKV4:
         for kind in KINDS:
             captures[kind] = f"{worst_seen(family, model, reference, batch(kind)):.1e}"
         last, made = unlisted_interventions(family, model, reference, batch("left past"))
@@ -134,7 +139,7 @@ def structural_row(family: str, model: MIModel, reference: Any, seconds: float) 
         logits = reference(input_ids=torch.from_numpy(text)).logits[0].numpy()
     same = int((logits[start.shape[1] - 1 : -1].argmax(-1) == text[0, start.shape[1] :]).sum())
     return [
-        f"{family}{STRUCTURE}",
+        f"{family}{STRUCTURE * by_structure(model)}",
         str(len(model.hook_points())),
         *captures.values(),
         worst,
@@ -144,23 +149,28 @@ def structural_row(family: str, model: MIModel, reference: Any, seconds: float) 
     ]
 
 
+def oracle(family: str) -> Callable[..., Outcome]:
+    """A family's own oracle: what eager torch has at its hook points."""
+    return run_rwkv4 if family == RWKV4 else partial(run_unlisted, family)
+
+
 def worst_seen(family: str, model: MIModel, reference: Any, inputs: Inputs) -> float:
     """The largest difference over the hook points that the family's own oracle shows."""
     reference.config._attn_implementation = "eager"
-    expected = run_unlisted(family, reference, inputs).values
+    expected = oracle(family)(reference, inputs).values
     found = forward(model, inputs, HookSpec().capture(lambda name: not HookPoint.parse(name).derived)).values
     return max(difference(HookPoint.parse(name), found[name], expected[name], inputs) for name in expected)
 
 
 def unlisted_interventions(family: str, model: MIModel, reference: Any, inputs: Inputs) -> tuple[float, int]:
     """Largest difference of logits over interventions in the last layer and outside; their number."""
-    plain, worst, count = run_unlisted(family, reference, inputs), 0.0, 0
+    plain, worst, count = oracle(family)(reference, inputs), 0.0, 0
+    hidden = UNSEEN if family == RWKV4 else FAMILIES[family].unseen
     for point in map(HookPoint.parse, plain.values):
-        unseen = any(point.name.endswith(short) for short in FAMILIES[family].unseen)
-        if unseen or point.layer not in (None, model.num_layers - 1):
+        if point.name.endswith((*hidden,)) or point.layer not in (None, model.num_layers - 1):
             continue
         for edit in list(interventions(point, plain.values[point.name].shape, whole=False))[::3]:
-            expected = run_unlisted(family, reference, inputs, [(point, edit)]).logits
+            expected = oracle(family)(reference, inputs, [(point, edit)]).logits
             found = forward(model, inputs, HookSpec().intervene(point, edit)).logits
             scale = max(1.0, float(np.abs(expected[inputs.real]).max()))
             worst, count = max(worst, float(np.abs(found - expected)[inputs.real].max()) / scale), count + 1

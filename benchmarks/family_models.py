@@ -15,11 +15,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "shared"))
 
 from families import make_checkpoint, make_model
 from recurrent_families import CONFIGS, make_recurrent
+from rwkv4_eager import make_rwkv4
 from tiny_configs import tiny_config
 from unlisted_families import FAMILIES, make
 
 from exporters.transformers.refused import ENCODER, REASONS, RECURRENT, carries_state
 
+RWKV4 = "rwkv"  # transformers' name
 OTHER_INPUTS = {"vision_config", "audio_config", "vq_config", "audio_encoder_config", "text_config"}
 
 
@@ -37,6 +39,8 @@ def make_decoder(family: str, folder: Path) -> Any:
         reference = make(family)
         reference.save_pretrained(folder)
         return reference
+    if family == RWKV4:
+        return make_rwkv4(folder)
     if family in CONFIGS:
         return make_recurrent(family, folder)
     check_kind(family)

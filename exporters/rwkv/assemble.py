@@ -11,13 +11,14 @@ from torch import Tensor
 
 from exporters.checkpoint_tensors import TORCH_DTYPES, StoredTensor, export_dtype, read_tensors
 from exporters.rwkv.build import IR_DTYPE, Build
-from exporters.rwkv.checkpoint import UNREAD, layout_of, pth_file, read_config, shape_of
+from exporters.rwkv.checkpoint import UNREAD, Shape, layout_of, pth_file, read_config, shape_of
 from exporters.rwkv.network import build_network
 from exporters.sidecar_files import find_files, keep_files
 from exporters.weight_files import locations, place, some
 from mionnx.errors import ExportError
 from mionnx.graph import file_digest
 from mionnx.graph.hook_points import HookPoint
+from mionnx.graph.layers import Recurrence
 from mionnx.graph.metadata import Metadata
 from mionnx.graph.own_version import own_version
 from mionnx.graph.sizes import Sizes, context_length
@@ -40,7 +41,7 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
     alone = folder.is_file()  # then nothing but a tokenizer belongs to it
     files = [file for file in find_files(folder.parent if alone else folder) if not (alone and file.name in CONFIGS)]
     target.mkdir(parents=True, exist_ok=True)
-    tensors = {tensor.name: tensor for tensor in _read(folder)}
+    tensors = {tensor.name: tensor for tensor in _read(folder, target)}
     sources = {tensor.file for tensor in tensors.values()}
     file_digest.start(sources)  # read while the graph is built
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
@@ -73,6 +74,7 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
         ),
         hooks={name: _axes(name, build) for name in build.hooks},
         attention=[],
+        recurrence=_recurrences(shape),
         exporter={name: version(name) for name in ("mionnx", "onnx-ir")},
         weights_sha256=digest,
         weight_files=of_files,
@@ -86,11 +88,20 @@ def export_checkpoint(folder: Path, target: Path, dtype: str, progress: Progress
     keep_files(files, folder.parent if alone else folder, target)
 
 
-def _read(folder: Path) -> list[StoredTensor]:
-    file = folder
+def _read(folder: Path, staging: Path) -> list[StoredTensor]:
+    file: Path | None = folder
     if folder.is_dir():
         file = None if any(folder.glob("*.safetensors")) else pth_file(folder)
-    return read_tensors(folder, folder) if file is None else read_pth(file)
+    return read_tensors(folder, staging) if file is None else read_pth(file)
+
+
+def _recurrences(shape: Shape) -> list[Recurrence | None]:
+    """What the metadata say of each layer: nothing where a state is square, as RWKV-6's and 7's."""
+    if shape.key_dim == shape.head_dim:
+        return []
+    gates = ["write", "decay", "token_shift"]
+    one = Recurrence("gated", shape.num_heads, shape.key_dim, shape.head_dim, token_shift=True, gates=gates)
+    return [one] * shape.num_layers
 
 
 def _axes(name: str, build: Build) -> list[str | int]:
@@ -100,7 +111,7 @@ def _axes(name: str, build: Build) -> list[str | int]:
         "hidden": shape.hidden_size,
         "n_heads": shape.num_heads,
         "head_dim": shape.head_dim,
-        "key_dim": shape.head_dim,
+        "key_dim": shape.key_dim,
         "value_dim": shape.head_dim,
         "vocab": shape.vocab_size,
         "d_mlp": build.tensors[build.layout.name(f"blocks.{layer}.ffn.key.weight")].shape[0],

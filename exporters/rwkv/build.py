@@ -65,11 +65,12 @@ class Build:
         one = self.op.Gather(fused, FUSED_MIXES.index(which), axis=0)
         return self.op.Reshape(one, [1, 1, self.shape.hidden_size])
 
-    def norm(self, value: ir.Value, canonical: str) -> ir.Value:
+    def norm(self, value: ir.Value, canonical: str, epsilon: float | None = None) -> ir.Value:
         """Layer norm over the last axis; fla's may have no bias."""
         inputs = [self.weight(f"{canonical}.weight")]
         inputs += [self.weight(f"{canonical}.bias")] if self.has(f"{canonical}.bias") else []
-        return self.op.LayerNormalization(value, *inputs, axis=-1, epsilon=self.shape.norm_eps)
+        epsilon = self.shape.norm_eps if epsilon is None else epsilon
+        return self.op.LayerNormalization(value, *inputs, axis=-1, epsilon=epsilon)
 
     def to_heads(self, value: ir.Value) -> ir.Value:
         """[batch, seq, n_heads * head_dim] as [batch, seq, n_heads, head_dim], in float32."""

@@ -23,9 +23,11 @@ GROUP_NORM_EPS = 64e-5
 LAYER_NORM_EPS = 1e-5
 MAX_HEADER = 100_000_000
 MAX_PICKLE = 16_000_000
+STATE_NUMBERS = ("numerator", "denominator", "exponent")  # of each channel of RWKV-4's state
 
 # A tensor that only one version has.
-_ONLY = {6: "blocks.0.att.time_maa_w1", 7: "blocks.0.att.r_k"}
+_ONLY = {4: "blocks.0.att.time_first", 6: "blocks.0.att.time_maa_w1", 7: "blocks.0.att.r_k"}
+_HEADS = {4: "time_first", 6: "time_faaaa", 7: "r_k"}  # [heads, head_dim], of RWKV-4 [channels]
 # Low-rank factors and projections are read as x @ W; torch's Linear stores W turned.
 _LINEAR = re.compile(r"(receptance|key|value|gate|output|head)\.weight$")
 _LOW_RANK = re.compile(r"\.att\.[wavg][12]$")
@@ -66,6 +68,12 @@ _HF6 = (
     (r"\.att\.", ".attention."),
     (r"\.ffn\.", ".feed_forward."),
 )
+_HF4 = (
+    *_HF6,
+    (r"\.time_mix_k$", ".time_mix_key"),
+    (r"\.time_mix_v$", ".time_mix_value"),
+    (r"\.time_mix_r$", ".time_mix_receptance"),
+)
 _FLA7 = (
     (r"^emb\.", "model.embeddings."),
     (r"^ln_out\.", "model.norm."),
@@ -87,6 +95,8 @@ _FLA7 = (
 )
 
 LAYOUTS = (
+    TensorLayout("BlinkDL RWKV-4", 4),
+    TensorLayout("Hugging Face RWKV-4", 4, _HF4),
     TensorLayout("BlinkDL RWKV-6", 6),
     TensorLayout("BlinkDL RWKV-7", 7),
     TensorLayout("Hugging Face RWKV-6", 6, _HF6),
@@ -111,6 +121,8 @@ class Shape:
     # norm_eps, group_norm_eps: of the layer norms and of the norm of the heads' outputs.
     norm_eps: float
     group_norm_eps: float
+    final_eps: float  # of the last layer norm
+    key_dim: int  # size of a key of the state; of RWKV-4 the three numbers of a channel
 
 
 def pth_file(folder: Path) -> Path | None:
@@ -154,7 +166,8 @@ def tensor_names(folder: Path) -> set[str]:
     # Regular files only: a device or a pipe has no end.
     names = [_safetensors_names(file) for file in folder.glob("*.safetensors") if file.is_file()]
     if not any(names):
-        names = [_pickled_names(file) for file in folder.glob("*.pth") if file.is_file()]
+        pickles = [*folder.glob("*.pth"), *folder.glob("pytorch_model*.bin")]
+        names = [_pickled_names(file) for file in pickles if file.is_file()]
     return set().union(*names)
 
 
@@ -185,7 +198,7 @@ def layout_of(shapes: Mapping[str, tuple[int, ...]], folder: Path) -> TensorLayo
     layout = find_layout(shapes)
     if layout is None:
         raise ExportError(
-            f"{folder} is neither RWKV-6 nor RWKV-7 in a layout that is known here; its tensors begin with "
+            f"{folder} is none of RWKV-4, RWKV-6 and RWKV-7 in a layout that is known here; its tensors begin with "
             f"{', '.join(sorted(shapes)[:4])}"
         )
     return layout
@@ -193,28 +206,38 @@ def layout_of(shapes: Mapping[str, tuple[int, ...]], folder: Path) -> TensorLayo
 
 def shape_of(shapes: Mapping[str, tuple[int, ...]], layout: TensorLayout, config: Mapping[str, Any]) -> Shape:
     """The sizes of a checkpoint, its config compared with its tensors."""
-    heads_name = layout.name("blocks.0.att." + ("time_faaaa" if layout.version == 6 else "r_k"))
-    for name in (heads_name, layout.name("emb.weight")):
-        if len(shapes.get(name, ())) != 2:
-            raise ExportError(f"{layout.title}: the tensor {name} is missing, or has not two axes")
-    num_heads, head_dim = shapes[heads_name]
+    version = layout.version
+    heads_name = layout.name(f"blocks.0.att.{_HEADS[version]}")
+    for name, axes in ((heads_name, 1 if version == 4 else 2), (layout.name("emb.weight"), 2)):
+        if len(shapes.get(name, ())) != axes:
+            raise ExportError(f"{layout.title}: the tensor {name} is missing, or has other axes than {axes}")
+    num_heads, head_dim = (1, *shapes[heads_name])[-2:]  # the channels of RWKV-4 are one head
     vocab_size, hidden_size = shapes[layout.name("emb.weight")]
     _check_config(config, num_heads * head_dim, hidden_size)
     num_layers = 0
     while layout.name(f"blocks.{num_layers}.ln1.weight") in shapes:
         num_layers += 1
+    norm_eps = float(config.get("layer_norm_epsilon", config.get("norm_eps", LAYER_NORM_EPS)))
     return Shape(
-        layout.version,
+        version,
         num_layers,
         num_heads,
         head_dim,
         hidden_size,
         vocab_size,
-        # a setting of Hugging Face's RWKV-6 alone
-        rescale_every=int(config.get("rescale_every") or 0) if layout.version == 6 else 0,
-        norm_eps=float(config.get("layer_norm_epsilon", config.get("norm_eps", LAYER_NORM_EPS))),
-        group_norm_eps=_group_norm_eps(config, layout.version, head_dim),
+        rescale_every=_rescale_every(config, version),
+        norm_eps=norm_eps,
+        group_norm_eps=_group_norm_eps(config, version, head_dim),
+        final_eps=norm_eps if version == 7 else LAYER_NORM_EPS,  # Hugging Face gives the last norm torch's own
+        key_dim=len(STATE_NUMBERS) if version == 4 else head_dim,
     )
+
+
+def _rescale_every(config: Mapping[str, Any], version: int) -> int:
+    """A setting of Hugging Face's RWKV-4 and 6, in RWKV-4 with transformers' default where a config leaves it out."""
+    if version == 7 or not config:
+        return 0
+    return int(config.get("rescale_every", 6 if version == 4 else 0) or 0)
 
 
 def _check_config(config: Mapping[str, Any], attention: int, hidden: int) -> None:

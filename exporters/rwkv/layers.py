@@ -1,4 +1,4 @@
-"""The layers of RWKV-6 and RWKV-7: token shift, time mix, channel mix. The formulas are those of BlinkDL's `rwkv`."""
+"""Layers of RWKV: token shift, the time mix of RWKV-6 and RWKV-7, channel mix. The formulas are BlinkDL's `rwkv`'s."""
 
 from dataclasses import dataclass, replace
 
@@ -36,6 +36,12 @@ def token_shift(build: Build, value: ir.Value, last: ir.Value, shared: Shared) -
     reached = op.GatherND(chain, shared.shift, batch_dims=1)
     before, following = op.Split(reached, op.Concat(shared.tokens, [1], axis=0), axis=1, outputs=2)
     return op.Sub(before, value), op.Squeeze(following, [1])
+
+
+def kept_mix(build: Build, value: ir.Value, change: ir.Value, canonical: str) -> ir.Value:
+    """Mix a token with the one before, of which RWKV-4's weights say how much of the token itself is kept."""
+    op = build.op
+    return op.Add(value, op.Mul(change, op.Sub(1.0, build.weight(canonical))))
 
 
 def time_mix6(
@@ -168,15 +174,19 @@ def _normed(build: Build, name: str, y: ir.Value) -> ir.Value:
 
 
 def channel_mix(build: Build, layer: int, value: ir.Value, last: ir.Value, shared: Shared) -> tuple[ir.Value, ir.Value]:
-    """The feed-forward part, relu(x W_k)^2 W_v, in RWKV-6 gated; and the value for the next token shift."""
-    op, name = build.op, f"blocks.{layer}.ffn"
+    """The feed-forward part, relu(x W_k)^2 W_v, but for RWKV-7 gated; and the value for the next token shift."""
+    op, name, version = build.op, f"blocks.{layer}.ffn", build.shape.version
     change, following = token_shift(build, value, last, shared)
-    six = build.shape.version == 6
-    mixed = op.Add(value, op.Mul(change, build.weight(f"{name}.time_maa_k" if six else f"{name}.x_k")))
-    neurons = op.Relu(build.project(mixed, f"{name}.key.weight"))
+
+    def mixed(which: str) -> ir.Value:
+        if version == 4:
+            return kept_mix(build, value, change, f"{name}.time_mix_{which}")
+        amount = build.weight(f"{name}.time_maa_{which}" if version == 6 else f"{name}.x_{which}")
+        return op.Add(value, op.Mul(change, amount))
+
+    neurons = op.Relu(build.project(mixed("k"), f"{name}.key.weight"))
     neurons = build.hook(f"blocks.{layer}.mlp.hook_act", op.Mul(neurons, neurons))  # squared ReLU
     out = build.project(neurons, f"{name}.value.weight")
-    if six:
-        mixed = op.Add(value, op.Mul(change, build.weight(f"{name}.time_maa_r")))
-        out = op.Mul(op.Sigmoid(build.project(mixed, f"{name}.receptance.weight")), out)
+    if version != 7:
+        out = op.Mul(op.Sigmoid(build.project(mixed("r"), f"{name}.receptance.weight")), out)
     return out, following

@@ -12,6 +12,7 @@ from exporters.recurrence.open_form import Length
 from exporters.rwkv.build import RWKV_OPSET, Build
 from exporters.rwkv.checkpoint import Shape, TensorLayout
 from exporters.rwkv.layers import Shared, channel_mix, time_mix6, time_mix7
+from exporters.rwkv.means import time_mix4
 from mionnx.graph.io_names import SHIFTED_STATE
 
 
@@ -31,7 +32,7 @@ def build_network(layout: TensorLayout, tensors: Mapping[str, StoredTensor], sha
     for layer in range(shape.num_layers):
         stream, first, new = _block(build, layer, stream, first, states[layer], shared[layer])
         after.append(new)
-    final = build.hook("hook_final_norm", build.norm(stream, "ln_out"))
+    final = build.hook("hook_final_norm", build.norm(stream, "ln_out", shape.final_eps))
     head = "head.weight" if build.has("head.weight") else "emb.weight"
     table = op.Transpose(build.weight(head), perm=[1, 0])
     logits = build.hook("hook_logits", op.MatMul(final, table))
@@ -48,7 +49,7 @@ def build_network(layout: TensorLayout, tensors: Mapping[str, StoredTensor], sha
 def _state_dims(shape: Shape) -> list[list[str | int]]:
     return [
         ["batch", shape.hidden_size],
-        ["batch", shape.num_heads, shape.head_dim, shape.head_dim],
+        ["batch", shape.num_heads, shape.key_dim, shape.head_dim],
         ["batch", shape.hidden_size],
     ]
 
@@ -114,8 +115,9 @@ def _block(
     att_last, state, ffn_last = states
     stream = build.hook(f"{where}.hook_resid_pre", stream)
     normed = build.norm(stream, f"{where}.ln1")
-    if shape.version == 6:
-        out, att_next, after = time_mix6(build, layer, normed, att_last, state, shared)
+    if shape.version < 7:
+        mix = time_mix4 if shape.version == 4 else time_mix6
+        out, att_next, after = mix(build, layer, normed, att_last, state, shared)
     else:
         out, att_next, after, first = time_mix7(build, layer, normed, att_last, state, shared, first)
     after = build.hook(f"{where}.rwkv.hook_state", after)

@@ -76,7 +76,7 @@ REASONS = {
     "perceiver": "reads bytes into a fixed number of latents",
     "qwen4_exp_text": STREAMS,
     "reformer": "attends within buckets of hashed keys and keeps no keys and values",
-    "rwkv": "is RWKV-4, whose state is a quotient with a scale that each token moves: mionnx takes RWKV-6 and RWKV-7",
+    "rwkv": "is RWKV-4, whose graph is made from the tensors of its checkpoint, not from a config alone",
     "tapas": "reads rows and columns of a table besides tokens, for which a hooked model has no input",
     "trocr": "is the decoder of an encoder for images, and attends to it",
     "xlnet": "attends to tokens in permuted order by two streams, and not to those on the left",

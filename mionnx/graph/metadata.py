@@ -43,7 +43,7 @@ OPTIONAL = (
 )
 DIRECTIONS = ("left", "both")  # where the tokens stand that a token reads
 NEXT_TOKEN = "next_token"
-EFFECTIVE_ATTENTION = ("SsmEffectiveAttn", "SsmEffectiveAttnRaw")  # variants
+EFFECTIVE_ATTENTION = ("SsmEffectiveAttn", "SsmEffectiveAttnRaw", "RwkvEffectiveAttn", "RwkvEffectiveAttnRaw")
 # What a model is for -> the graph's main output.
 MAIN_OUTPUTS = {
     **dict.fromkeys((NEXT_TOKEN, "masked_lm", "classes", "token_classes", "span"), "logits"),
@@ -95,7 +95,7 @@ class Metadata:
             for texts "prompts" (name -> text before each text), "default_prompt" (a name, or null), "similarity"
             ("cosine", "dot", "euclidean", "manhattan"), "lower_case". Empty without sentence embeddings.
         attention, recurrence: an entry a layer, null of one that has none of it: see `layers`. Both are empty of an
-            RWKV model; `recurrence` is not written of one whose layers all have attention.
+            RWKV-6 or 7; `recurrence` is not written of one whose layers all have attention.
     """
 
     family: str
@@ -248,8 +248,10 @@ class Metadata:
         return named
 
     def decays_by_number(self, layer: int) -> bool:
-        """Whether each number of a layer's state has a decay of its own (Mamba), not a head or a key."""
+        """Whether each number of a layer's state has a decay of its own (Mamba, RWKV-4), not a head or a key."""
         own = self.layers[layer].recurrence
+        if own is not None and own.token_shift:
+            return own.key_dim != own.value_dim  # RWKV-4's state is not square
         decays = self.hooks.get(HookPoint.SsmLogDecay(layer).name, [0])[-1]
         return own is not None and own.value_dim > 1 and decays == own.key_dim * own.value_dim
 

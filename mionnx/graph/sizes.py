@@ -61,5 +61,7 @@ def axis_sizes(point: HookPoint, sizes: Sizes, heads: Heads, recurrence: Recurre
         heads = (recurrence.n_heads, recurrence.key_dim, recurrence.value_dim)
         own = (*(heads if recurrence.has_state else (1, 0, recurrence.channels)), recurrence.channels)
         return named | dict(zip(("n_heads", "key_dim", "value_dim", "channels"), own, strict=True))
+    if recurrence is not None and ".rwkv." in point.name:
+        return named | {"head_dim": size, "key_dim": recurrence.key_dim, "value_dim": recurrence.value_dim}
     width = value_size if point.variant in ("AttnV", "AttnZ") else size
     return named | dict.fromkeys(("head_dim", "key_dim", "value_dim"), width)

@@ -24,7 +24,9 @@ class LayerState(Brief):
 
     # att_shift, ffn_shift: [batch, hidden], what the next token's time mix and channel mix are mixed with.
     att_shift: NDArray[Any]
-    wkv: NDArray[Any]  # [batch, n_heads, key, value], float32, what the recurrence has gathered
+    # [batch, n_heads, key, value], float32, what the recurrence has gathered; of RWKV-4 [batch, 1, 3, channels]:
+    # numerators, denominators, and the exponents of e by which both are to be multiplied
+    wkv: NDArray[Any]
     ffn_shift: NDArray[Any]
 
     def __iter__(self) -> Iterator[NDArray[Any]]:
@@ -68,9 +70,9 @@ class RWKVState(LayerCache[LayerState]):
         self.put_layer(layer, {"att_shift": att_shift, "wkv": wkv, "ffn_shift": ffn_shift})
 
     @staticmethod
-    def empty(sizes: Sizes, batch: int, dtype: DTypeLike) -> RWKVState:
-        """The state before the first token: zeros."""
+    def empty(sizes: Sizes, batch: int, dtype: DTypeLike, key_dim: int | None = None) -> RWKVState:
+        """The state before the first token: zeros; `key_dim` is 3 of RWKV-4, else the size of a head."""
         shift = zeros((batch, sizes.hidden_size), dtype)
-        wkv = zeros((batch, sizes.num_heads, sizes.head_dim, sizes.head_dim), np.float32)
+        wkv = zeros((batch, sizes.num_heads, key_dim or sizes.head_dim, sizes.head_dim), np.float32)
         # one array for all layers: methods replace arrays and never write into them
         return RWKVState([LayerState(shift, wkv, shift)] * sizes.num_layers, zeros((batch, 0), np.int64))

@@ -6,6 +6,8 @@
    what the model's own recurrence reads. Times the values it gives the recurrence's output, apart from what the state
    before this call contributes.
 3. `hook_effective_attn` is max(raw, 0), each row divided by its sum; a row without a positive weight stays 0.
+
+Of RWKV-4 the channels stand for heads, whose key and value have size 1; of its state each row is a number of a channel.
 """
 
 from collections.abc import Mapping
@@ -60,18 +62,39 @@ class _Recurrence:
         self.op, self.layer, self.tensors = op, point.layer, tensors
         where = f"blocks.{point.layer}.rwkv"
         self.bonus = tensors.get(f"{where}.bonus")
+        self.total = tensors.get(f"{where}.total")  # of the weights of RWKV-4
         self.values = {
             short: (tensors[f"{where}.{name}"], column)
             for short, (name, column) in _PER_TOKEN.items()
             if f"{where}.{name}" in tensors
         }
+        if self.total is not None:
+            self.exponent = tensors[f"{where}.exponent"]
+            self.values["r"] = (tensors[f"{where}.read"], False)
+            self.values = {short: (self._by_channel(one), column) for short, (one, column) in self.values.items()}
+            self.bonus, self.total = (self._by_channel(one) for one in (self.bonus, self.total))
+
+    def _by_channel(self, value: gs.Tensor) -> gs.Variable:
+        """[batch, seq, 1, channels] as [batch, seq, channels, 1]."""
+        return self.op.Transpose(value, perm=[0, 1, 3, 2])
 
     def states(self) -> gs.Variable:
         """[batch, seq, n_heads, key, value]: the state after each token."""
         self.values.pop("r")  # without a receptance the body gives states
         _, wkv, _ = SHIFTED_STATE.layer_inputs(self.layer or 0)  # the state before this call, between two token shifts
+        op, start = self.op, self.tensors[wkv]
+        if self.total is not None:  # [batch, channels, 1, 2], numerators and denominators
+            start = op.Transpose(op.Slice(start, [0], [2], [2]), perm=[0, 3, 1, 2])
+            value = self.values["v"][0]
+            ones = op.Expand(op.constant([1], np.float32), op.Shape(value))
+            self.values["v"] = (op.Concat(value, ones, axis=3), False)
         vectors = self._vectors()
-        return scan_tokens(self.op, self.tensors[wkv], vectors, self._body([*vectors]))
+        states = scan_tokens(op, start, vectors, self._body([*vectors]))
+        if self.total is None:
+            return states
+        rows, zero = op.Transpose(states, perm=[0, 1, 3, 4, 2]), op.constant(0, np.float32)
+        nothing = op.Equal(op.Slice(rows, [1], [2], [3]), zero)  # an empty state is zeros
+        return op.Concat(rows, op.Where(nothing, zero, op.Unsqueeze(self.exponent, [3])), axis=3)
 
     def effective(self) -> gs.Variable:
         """[batch, n_heads, seq_q, seq_src]."""
@@ -85,6 +108,8 @@ class _Recurrence:
         # RWKV-6 reads the state before the token: the token's own value enters by this bonus alone
         if self.bonus is not None:
             weights = op.Add(weights, op.Mul(op.Unsqueeze(self.bonus, [4]), unit))
+        if self.total is not None:
+            weights = op.Div(weights, op.Unsqueeze(self.total, [4]))
         return op.Transpose(op.Squeeze(weights, [3]), perm=[0, 2, 1, 3])
 
     def _unit_values(self, keys: gs.Tensor) -> gs.Variable:

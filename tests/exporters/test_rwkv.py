@@ -43,7 +43,7 @@ def test_other_checkpoints_are_not_taken_for_rwkv(tmp_path, checkpoint):
     five = {name: value for name, value in blinkdl(6).items() if "_w1" not in name and "_w2" not in name}
     write("6-pth", tmp_path, five)
     assert not rwkv.recognises(tmp_path)
-    with pytest.raises(ExportError, match="neither RWKV-6 nor RWKV-7"):
+    with pytest.raises(ExportError, match="none of RWKV-4, RWKV-6 and RWKV-7"):
         rwkv.export(tmp_path, tmp_path / "hooked")
 
 
@@ -60,7 +60,7 @@ def test_weights_stay_where_they_are(tmp_path, layout):
     assert (model.hooked.folder / "model.onnx").stat().st_size < 200_000
 
 
-@pytest.mark.parametrize("layout", ["6-pth", "6-hf", "7-fla-fused"])
+@pytest.mark.parametrize("layout", ["4-hf", "6-pth", "6-hf", "7-fla-fused"])
 def test_the_graph_is_valid_in_the_standard_domain(tmp_path, layout):
     write(layout, tmp_path / "checkpoint")
     folder = export(tmp_path / "checkpoint").hooked.folder
@@ -123,7 +123,7 @@ def test_a_tied_head(tmp_path):
     assert np.abs(found - logits).max() / np.abs(logits).max() < 1e-5
 
 
-@pytest.mark.parametrize("layout", ["6-pth", "7-fla"])
+@pytest.mark.parametrize("layout", ["4-hf", "6-pth", "7-fla"])
 def test_float16_weights_with_the_recurrence_in_float32(tmp_path, layout):
     tensors = {name: value.half().float() for name, value in blinkdl(int(layout[0])).items()}
     write(layout, tmp_path / "checkpoint", {name: value.half() for name, value in tensors.items()})

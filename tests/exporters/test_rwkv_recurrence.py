@@ -1,4 +1,4 @@
-"""RWKV-6 and RWKV-7 against the `rwkv` package, and every intervention against a float64 loop."""
+"""RWKV-4, RWKV-6 and RWKV-7 against the `rwkv` package, and every intervention against a float64 loop."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +16,8 @@ from mionnx import HookPoint, HookSpec, Intervention, MIModel, StateKnockoutSpec
 
 TOLERANCE = 5e-5
 LENGTHS = (1, 15, 16, 17, 200)
-HEADS = 2
-VERSIONS = [6, 7]
+HEADS = {4: 1, 6: 2, 7: 2}
+VERSIONS = [6, 7, 4]
 STATE_AXES = {6: (0, 1, 2), 7: (0, 2, 1)}  # the package keeps RWKV-7's state as [head, value, key]
 law = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
@@ -51,10 +51,12 @@ def test_logits_and_states_equal_the_rwkv_package(rwkv, package, layout, length)
     expected = package(version)
     assert np.abs(found.output()[0] - expected[f"{length}.logits"]).max() < TOLERANCE
     for i, layer in enumerate(found.state.layers):
-        att, wkv, ffn = (expected[f"{length}.state.{3 * i + part}"] for part in range(3))
+        parts = 5 if version == 4 else 3
+        att, *wkv, ffn = (expected[f"{length}.state.{parts * i + part}"] for part in range(parts))
         assert np.abs(layer.att_shift[0] - att).max() < TOLERANCE
         assert np.abs(layer.ffn_shift[0] - ffn).max() < TOLERANCE
-        assert np.abs(layer.wkv[0] - wkv.transpose(STATE_AXES[version])).max() < TOLERANCE
+        state = np.stack(wkv)[None] if version == 4 else wkv[0].transpose(STATE_AXES[version])
+        assert relative(layer.wkv[0], state) < TOLERANCE
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -101,7 +103,8 @@ def test_every_intervention_equals_the_same_edit_in_the_loop(rwkv, version, laye
     points = [point for point in model.hook_points() if not point.derived and point.variant != "RwkvState"]
     for point in [point for point in points if point.layer == layer]:
         shape = [dim for dim in model.hooked.axes(point) if isinstance(dim, int)]
-        heads = {"heads": [1]} if len(shape) == 2 else {}
+        one = HEADS[version] - 1
+        heads = {"heads": [one]} if len(shape) == 2 else {}
         vector, whole = rng.normal(0, 0.1, shape[-1]), rng.normal(0, 0.3, (1, length, *shape))
         if point.variant == "RwkvDecay":
             whole = rng.uniform(0, 1, whole.shape)
@@ -119,11 +122,11 @@ def test_every_intervention_equals_the_same_edit_in_the_loop(rwkv, version, laye
         }
         for kind, (intervention, change) in edits.items():
 
-            def edit(name, t, value, change=change, point=point, heads=heads):
+            def edit(name, t, value, change=change, point=point, heads=heads, one=one):
                 if name != point.name or t != 2:
                     return value
                 changed = value.copy()
-                where = (1,) if heads else ()
+                where = (one,) if heads else ()
                 changed[where] = change(value, t)[where]
                 return changed
 
@@ -145,11 +148,11 @@ TERMS = st.lists(st.sampled_from(["write", "erase", "decay", "token_shift"]), mi
 @st.composite
 def state_specs(draw: st.DrawFn, version: int, length: int) -> tuple[HookSpec, Gates]:
     """Random state interventions, and what they mean to the loop."""
-    spec, gates = HookSpec(), Gates.ones(LAYERS, length, HEADS)
+    spec, gates = HookSpec(), Gates.ones(LAYERS, length, HEADS[version])
     places = st.lists(st.integers(0, length - 1), min_size=1, max_size=4, unique=True)
     layers = st.sets(st.integers(0, LAYERS - 1), min_size=1)
     for _ in range(draw(st.integers(0, 2))):
-        at, where, head = draw(places), sorted(draw(layers)), draw(st.integers(0, HEADS - 1))
+        at, where, head = draw(places), sorted(draw(layers)), draw(st.integers(0, HEADS[version] - 1))
         scale = draw(st.sampled_from([0.0, 0.5, 1.0, 2.0, -1.0]))
         spec.set_state_steering(StateSteeringSpec(scale).positions(at).layers(where).head(head))
         gates.write[np.ix_(where, at, [head])] *= scale
@@ -186,7 +189,7 @@ def test_rows_of_a_batch_have_gates_of_their_own(rwkv, version):
     spec = HookSpec().set_state_knockout(StateKnockoutSpec().position(-3))
     found = model.forward([ids, ids[:17]], spec)
     for row, length in enumerate((20, 17)):
-        gates = Gates.ones(LAYERS, length, HEADS)
+        gates = Gates.ones(LAYERS, length, HEADS[version])
         gates.write[:, length - 3] = 0
         logits = loop(version).run(ids[:length].tolist(), gates)
         assert relative(found.output()[row, 20 - length :], logits) < TOLERANCE
@@ -233,7 +236,7 @@ def test_an_invisible_token_is_as_if_it_were_not_there(rwkv, version, length):
     [
         HookSpec(),
         HookSpec().set_state_knockout(StateKnockoutSpec().position(2)),
-        HookSpec().set_state_steering(StateSteeringSpec(3.0).positions([1, 5]).head(1)),
+        HookSpec().set_state_steering(StateSteeringSpec(3.0).positions([1, 5]).head(0)),
         HookSpec().set_state_knockout(StateKnockoutSpec().position(4).decay()),
         HookSpec().intervene(HookPoint.RwkvK(1), Intervention.Scale(2.0, positions=[2, 6])),
         HookSpec().intervene(HookPoint.RwkvDecay(0), Intervention.Scale(0.5, heads=0)),
@@ -247,7 +250,10 @@ def test_effective_attention_times_values_is_what_the_recurrence_gives(rwkv, ver
     )
     for layer in range(LAYERS):
         raw, wkv = found["effective_attn_raw", layer], found["wkv", layer]
-        product = np.einsum("bhqs,bshv->bqhv", raw, found[HookPoint.RwkvV(layer)])
+        values = found[HookPoint.RwkvV(layer)]
+        if version == 4:  # channels stand for heads
+            values, wkv = values.swapaxes(2, 3), wkv.swapaxes(2, 3)
+        product = np.einsum("bhqs,bshv->bqhv", raw, values)
         assert relative(product, wkv) < 1e-5
         positive = np.maximum(raw, 0)
         assert np.allclose(found["effective_attn", layer] * positive.sum(-1, keepdims=True), positive, atol=1e-5)
@@ -276,10 +282,17 @@ def test_knockout_wins_over_steering_position_by_position(rwkv, version):
 
 
 def strong(version: int) -> dict:
-    """RWKV-6 whose decays are from 1 to far below the smallest float; RWKV-7 that removes all of nearly equal keys."""
+    """RWKV-6 whose decays are from 1 to far below the smallest float; RWKV-7 that removes all of nearly equal keys.
+
+    RWKV-4 whose decays are from 1 to near the smallest float, and keys hundreds, of which no exponential is a float.
+    """
     tensors = blinkdl(version, seed=1)
     for layer in range(LAYERS):
-        if version == 6:
+        if version == 4:
+            speed = tensors[f"blocks.{layer}.att.time_decay"] * 2 + 2
+            tensors[f"blocks.{layer}.att.time_decay"] = speed.clip(max=4.4)  # a decay of 5e-36
+            tensors[f"blocks.{layer}.att.key.weight"] *= 12
+        elif version == 6:
             tensors[f"blocks.{layer}.att.time_decay"] *= 4
             tensors[f"blocks.{layer}.att.time_decay_w2"] *= 8
         else:
@@ -299,14 +312,18 @@ def test_adversarial_recurrences_stay_exact(tmp_path, version):
     oracle.run(ids.tolist())
     cache = model.forward(ids, HookSpec().capture("*.rwkv.*"))
     decay, keys = cache["decay", 0], cache[HookPoint.RwkvA(0)] if version == 7 else None
-    assert decay.min() < 1e-30 if version == 6 else (keys[0, 20] * keys[0, 21]).sum(-1).min() > 0.99
+    assert decay.min() < 1e-30 if version < 7 else (keys[0, 20] * keys[0, 21]).sum(-1).min() > 0.99
+    if version == 4:
+        assert np.abs(cache[HookPoint.RwkvK(0)]).max() > 90
     for name in ("wkv", "state"):
         for layer in range(LAYERS):
             values = oracle.values[f"blocks.{layer}.rwkv.hook_{'states' if name == 'state' else name}"]
             expected = values[-1][None] if name == "state" else np.stack(values)[None]
             found = cache[name, layer]
             assert np.isfinite(found).all()
-            assert np.abs(found - expected).max() / np.abs(expected).max() < 1e-5, (name, layer)
+            # RWKV-4: keys of 100 are rounded by 4e-6, which is a share of their exponentials
+            most = 3e-5 if version == 4 else 1e-5
+            assert np.abs(found - expected).max() / np.abs(expected).max() < most, (name, layer)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -324,7 +341,7 @@ def test_null_law(rwkv, layout, length):
         spec = HookSpec()
         for point in points:
             value = {"add": 0.0, "scale": 1.0, "replace": everything[point]}[nothing]
-            limits = {"positions": range(length)} if "seq" in point.axes else {"heads": range(HEADS)}
+            limits = {"positions": range(length)} if "seq" in point.axes else {"heads": range(HEADS[int(layout[0])])}
             whole = nothing != "replace"  # a replacement of all would shadow those before it
             spec.intervene(point, getattr(Intervention, nothing.title())(value, **({} if whole else limits)))
         assert np.array_equal(model.forward(ids, spec).output(), plain), nothing
@@ -340,7 +357,7 @@ def test_fed_gates_of_ones_are_the_defaults(rwkv, version):
         if entry.name.startswith("past_state"):
             feeds[entry.name] = np.zeros([1 if isinstance(dim, str) else dim for dim in entry.shape], np.float32)
     plain = session.run(None, feeds)
-    gate = (LAYERS, 1, 18, HEADS)
+    gate = (LAYERS, 1, 18, HEADS[version])
     ones = {
         "state_write": np.ones(gate, np.float32),
         "state_erase": np.ones(gate, np.float32),
@@ -348,7 +365,7 @@ def test_fed_gates_of_ones_are_the_defaults(rwkv, version):
         "shift_distance": np.ones((LAYERS, 1, 19), np.int64),
     }
     optional = {entry.name for entry in session.get_overridable_initializers()}
-    assert optional == {*ones} - ({"state_erase"} if version == 6 else set())
+    assert optional == {*ones} - ({"state_erase"} if version < 7 else set())
     for name in optional:
         for one, other in zip(session.run(None, {**feeds, name: ones[name]}), plain, strict=True):
             assert np.array_equal(one, other), name

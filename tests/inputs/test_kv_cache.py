@@ -10,7 +10,7 @@ from rwkv_checkpoints import LAYERS, blinkdl
 from mionnx import InputError, KVCache
 
 TOLERANCE = 5e-5
-VERSIONS = [6, 7]
+VERSIONS = [6, 7, 4]
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])

@@ -1,12 +1,12 @@
-"""Gradients of RWKV-6 and RWKV-7 by torch's autograd through `rwkv_loop`: the oracle of `gradients`."""
+"""Gradients of RWKV by torch's autograd through `rwkv_loop`: the oracle of `gradients`."""
 
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rwkv_checkpoints import HEAD, blinkdl
-from rwkv_loop import Gates, Loop
+from rwkv_checkpoints import blinkdl
+from rwkv_loop import Gates, Loop, state_sizes
 from torch import Tensor
 
 Gradients = dict[str, NDArray[np.float64]]
@@ -32,7 +32,7 @@ def gradients(
     tensors = {name: tensor.to(dtype) for name, tensor in weights.items()}
     loop, kept = Loop(tensors, version, xp=torch), {}
     width = tensors["emb.weight"].shape[1]
-    heads = width // HEAD
+    sizes = state_sizes(version, width)
 
     def keep(name: str, at: int, value: Tensor) -> Tensor:
         own = value.clone()  # what an intervention there changes: all that reads this reads the change
@@ -42,9 +42,9 @@ def gradients(
         kept.setdefault(name, []).append(own)
         return own
 
-    gates = Gates.ones(loop.layers, len(ids), heads)
+    gates = Gates.ones(loop.layers, len(ids), sizes[0])
     gates.write, gates.erase = (torch.from_numpy(one).to(dtype) for one in (gates.write, gates.erase))
-    shapes = (width,), (heads, HEAD, HEAD), (width,)
+    shapes = (width,), sizes, (width,)
     empty = [[torch.zeros(shape, dtype=dtype) for shape in shapes] for _ in range(loop.layers)]
     logits = loop.run(list(ids), gates, keep, empty)
     value = logits if state is None else loop.states[state][1]

@@ -1,4 +1,4 @@
-"""Small random RWKV-6 and RWKV-7 checkpoints, in every layout in which they come."""
+"""Small random RWKV-4, RWKV-6 and RWKV-7 checkpoints, in every layout in which they come."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from torch import Tensor
 from exporters.rwkv.checkpoint import LAYOUTS as FOUND
 
 VOCAB, HIDDEN, HEAD, LAYERS = 101, 128, 64, 2
-LAYOUTS = ["6-pth", "6-hf", "7-pth", "7-fla", "7-fla-fused"]
+LAYOUTS = ["4-pth", "4-hf", "6-pth", "6-hf", "7-pth", "7-fla", "7-fla-fused"]
 Tensors = dict[str, Tensor]
 
 
@@ -48,22 +48,33 @@ def blinkdl(version: int, seed: int = 0, hidden: int = HIDDEN, layers: int = LAY
     norm("ln_out")
     for layer in range(layers):
         block = f"blocks.{layer}"
-        for name in ("ln1", "ln2", "att.ln_x"):
+        for name in ("ln1", "ln2", "att.ln_x")[: 2 if version == 4 else 3]:
             norm(f"{block}.{name}")
-        mix = _time_mix6 if version == 6 else _time_mix7
+        mix = {4: _time_mix4, 6: _time_mix6, 7: _time_mix7}[version]
         tensors |= {f"{block}.att.{name}": value for name, value in mix(random, hidden).items()}
         inner = int(hidden * 3.5) // 32 * 32 if version == 6 else hidden * 4
         tensors[f"{block}.ffn.key.weight"] = random.normal(inner, hidden, scale=hidden**-0.5)
         tensors[f"{block}.ffn.value.weight"] = random.normal(hidden, inner, scale=inner**-0.5)
-        if version == 6:
+        if version < 7:
             tensors[f"{block}.ffn.receptance.weight"] = random.normal(hidden, hidden, scale=hidden**-0.5)
-        for name in ("time_maa_k", "time_maa_r") if version == 6 else ("x_k",):
+        mixes = {4: ("time_mix_k", "time_mix_r"), 6: ("time_maa_k", "time_maa_r"), 7: ("x_k",)}
+        for name in mixes[version]:
             tensors[f"{block}.ffn.{name}"] = random.share(1, 1, hidden)
     return tensors
 
 
 def _projections(random: _Random, hidden: int, names: tuple[str, ...]) -> Tensors:
     return {f"{name}.weight": random.normal(hidden, hidden, scale=hidden**-0.5) for name in names}
+
+
+def _time_mix4(random: _Random, hidden: int) -> Tensors:
+    projections = _projections(random, hidden, ("receptance", "key", "value", "output"))
+    return {
+        **{f"time_mix_{which}": random.share(1, 1, hidden) for which in "kvr"},
+        "time_decay": random.normal(hidden, scale=1.5, mean=-2.0),
+        "time_first": random.normal(hidden, scale=0.5),
+        **{name: value * 3 if name == "key.weight" else value for name, value in projections.items()},
+    }
 
 
 def _time_mix6(random: _Random, hidden: int) -> Tensors:
@@ -93,14 +104,16 @@ def _time_mix7(random: _Random, hidden: int, rank: int = 32) -> Tensors:
 
 
 def to_hf6(tensors: Tensors) -> Tensors:
-    """As RWKV/v6-Finch-*-HF names them."""
+    """As RWKV/v6-Finch-*-HF names them, and transformers those of RWKV-4."""
     names = {"emb": "rwkv.embeddings", "ln_out": "rwkv.ln_out", "head": "head", "blocks": "rwkv.blocks"}
     parts = {"ln0": "pre_ln", "att": "attention", "ffn": "feed_forward"}
     renamed = {}
     for name, value in tensors.items():
         first, *rest = name.split(".")
         renamed[".".join([names[first], *(parts.get(part, part) for part in rest)])] = value
-    return renamed
+    mixes = {"time_mix_k": "time_mix_key", "time_mix_v": "time_mix_value", "time_mix_r": "time_mix_receptance"}
+    ends = {name: name.rpartition(".")[2] for name in renamed}
+    return {name.removesuffix(end) + mixes.get(end, end): renamed[name] for name, end in ends.items()}
 
 
 def to_fla7(tensors: Tensors, fused: bool = False) -> Tensors:
@@ -147,9 +160,12 @@ def write(layout: str, folder: Path, tensors: Tensors | None = None, **config: o
     if layout.endswith("pth"):
         torch.save(tensors, folder / "model.pth")
         return tensors
-    stored = to_hf6(tensors) if layout == "6-hf" else to_fla7(tensors, fused=layout.endswith("fused"))
+    stored = to_hf6(tensors) if layout.endswith("hf") else to_fla7(tensors, fused=layout.endswith("fused"))
     save_file({name: value.contiguous() for name, value in stored.items()}, folder / "model.safetensors")
-    known = {"model_type": f"rwkv{version}", "hidden_size": tensors["emb.weight"].shape[1]}
+    known = {"model_type": "rwkv" if version == 4 else f"rwkv{version}", "hidden_size": tensors["emb.weight"].shape[1]}
+    if version == 4:
+        inner = tensors["blocks.0.ffn.key.weight"].shape[0]
+        known |= {"num_hidden_layers": LAYERS, "vocab_size": VOCAB, "intermediate_size": inner}
     (folder / "config.json").write_text(json.dumps({**known, **config}))
     return tensors
 

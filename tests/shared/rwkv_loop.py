@@ -1,4 +1,4 @@
-"""RWKV-6 and RWKV-7 token by token in float64, with gates and edits: the oracle of interventions.
+"""RWKV-4, RWKV-6 and RWKV-7 token by token in float64, with gates and edits: the oracle of interventions.
 
 Written from the recurrences and from BlinkDL's formulas, sharing nothing with the exporter.
 """
@@ -14,6 +14,12 @@ from numpy.typing import NDArray
 HEAD = 64
 Array = NDArray[np.float64]
 Edit = Callable[[str, int, Array], Array]
+EMPTY = -1e30  # exponent of RWKV-4's state before anything is written to it
+
+
+def state_sizes(version: int, width: int) -> tuple[int, int, int]:
+    """Heads, key and value of a state."""
+    return (1, 3, width) if version == 4 else (width // HEAD, HEAD, HEAD)
 
 
 @dataclass
@@ -61,10 +67,10 @@ class Loop:
     ) -> Array:
         """Logits [seq, vocab], from other states than zeros if they are given."""
         width = self.tensors["emb.weight"].shape[1]
-        heads = width // HEAD
-        gates = gates or Gates.ones(self.layers, len(ids), heads)
+        sizes = state_sizes(self.version, width)
+        gates = gates or Gates.ones(self.layers, len(ids), sizes[0])
         self.values, logits = {}, []
-        empty = [[np.zeros(width), np.zeros((heads, HEAD, HEAD)), np.zeros(width)] for _ in range(self.layers)]
+        empty = [[np.zeros(width), np.zeros(sizes), np.zeros(width)] for _ in range(self.layers)]
         self.states = states or empty
         for t, token in enumerate(ids):
 
@@ -85,7 +91,7 @@ class Loop:
             state, block = self.states[i], f"blocks.{i}"
             x = see(f"{block}.hook_resid_pre", x)
             normed = self._norm(x, f"{block}.ln1")
-            mix = self._mix6 if self.version == 6 else self._mix7
+            mix = {4: self._mix4, 6: self._mix6, 7: self._mix7}[self.version]
             out, first = mix(i, t, normed, state, gates, see, first)
             x = see(f"{block}.hook_resid_mid", x + see(f"{block}.hook_attn_out", out * scale))
             inner = see(f"{block}.mlp.hook_pre", self._norm(x, f"{block}.ln2"))
@@ -109,11 +115,36 @@ class Loop:
 
     def _channel(self, block: str, x: Array, inner_last: Array, see: Callable[[str, Array], Array]) -> Array:
         z, name, change = self.tensors, f"{block}.ffn", inner_last - x
-        mixes = ("time_maa_k", "time_maa_r") if self.version == 6 else ("x_k",)
-        mixed = [x + change * z[f"{name}.{mix}"].reshape(-1) for mix in mixes]
+        mixes = {4: ("time_mix_k", "time_mix_r"), 6: ("time_maa_k", "time_maa_r"), 7: ("x_k",)}[self.version]
+        amounts = [z[f"{name}.{mix}"].reshape(-1) for mix in mixes]
+        mixed = [x + change * (1 - amount if self.version == 4 else amount) for amount in amounts]
         neurons = see(f"{block}.mlp.hook_act", (z[f"{name}.key.weight"] @ mixed[0]).clip(0) ** 2)
         out = z[f"{name}.value.weight"] @ neurons
-        return out * sigmoid(z[f"{name}.receptance.weight"] @ mixed[1]) if self.version == 6 else out
+        return out * sigmoid(z[f"{name}.receptance.weight"] @ mixed[1]) if self.version < 7 else out
+
+    def _mix4(self, i, t, x, state, gates, see, first):
+        xp, z, name, where = self.xp, self.tensors, f"blocks.{i}.att", f"blocks.{i}.rwkv"
+        mixes = {w: z[f"{name}.time_mix_{w}"].reshape(-1) for w in "rkv"}
+        r, k, v = (
+            z[f"{name}.{weight}.weight"] @ (x * mixes[w] + state[0] * (1 - mixes[w]))
+            for w, weight in (("r", "receptance"), ("k", "key"), ("v", "value"))
+        )
+        r, k, v = (see(f"{where}.hook_{w}", one[None])[0] for w, one in (("r", sigmoid(r)), ("k", k), ("v", v)))
+        decay = see(f"{where}.hook_decay", xp.exp(-xp.exp(z[f"{name}.time_decay"]))[None])[0]
+        numerator, denominator, exponent = state[1][0]
+        exponent = xp.where(denominator != 0, exponent, xp.full_like(exponent, EMPTY))
+        own = k + z[f"{name}.time_first"]
+        highest = xp.maximum(exponent, own)
+        before, mine = xp.exp(exponent - highest), xp.exp(own - highest)
+        y = see(f"{where}.hook_wkv", ((before * numerator + mine * v) / (before * denominator + mine))[None])[0]
+        write, kept = gates.write[i, t][0], decay if gates.decay[i, t] else xp.ones_like(decay)
+        written = k if write != 0 else xp.full_like(k, EMPTY)
+        after = xp.maximum(exponent + xp.log(abs(kept) + 1e-300), written)
+        faded, added = kept * xp.exp(exponent - after), write * xp.exp(written - after)
+        numerator, denominator = faded * numerator + added * v, faded * denominator + added
+        after = xp.where(denominator != 0, after, xp.zeros_like(after))
+        state[1] = see(f"{where}.hook_states", xp.stack([numerator, denominator, after])[None])
+        return z[f"{name}.output.weight"] @ (r * y), first
 
     def _mix6(self, i, t, x, state, gates, see, first):
         z, name, where = self.tensors, f"blocks.{i}.att", f"blocks.{i}.rwkv"

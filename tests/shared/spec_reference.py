@@ -499,6 +499,6 @@ def encoder(folder: Path, model: MIModel) -> Reference:
 
 
 def recurrent(version: int, tensors: dict[str, Any], model: MIModel) -> Reference:
-    """The reference of an RWKV-6 or 7 under BlinkDL's names."""
+    """The reference of an RWKV-4, 6 or 7 under BlinkDL's names."""
     doubles = {name: tensor.numpy().astype(np.float64) for name, tensor in tensors.items()}
     return Reference(Loop(doubles, version), model)

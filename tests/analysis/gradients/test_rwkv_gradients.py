@@ -1,10 +1,11 @@
-"""Gradients of RWKV-6 and RWKV-7 against torch's autograd in float64, in every form of the recurrence."""
+"""Gradients of RWKV against torch's autograd in float64, in every form of the recurrence."""
 
 import numpy as np
 import pytest
 import torch
 from rwkv_autograd import gradients as by_autograd
-from rwkv_checkpoints import LAYERS, VOCAB
+from rwkv_checkpoints import HIDDEN, LAYERS, VOCAB
+from rwkv_loop import state_sizes
 
 from mionnx import GradientError, HookSpec
 
@@ -25,7 +26,7 @@ def worst(found, expected):
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("version", [6, 7])
+@pytest.mark.parametrize("version", [4, 6, 7])
 def test_every_gradient_equals_that_of_torch_in_float64(rwkv, version, length):
     model, random = rwkv(f"{version}-pth"), np.random.default_rng(length)
     ids, seed = random.integers(0, VOCAB, length), random.normal(size=(1, length, VOCAB))
@@ -37,12 +38,12 @@ def test_every_gradient_equals_that_of_torch_in_float64(rwkv, version, length):
     assert worst({name: value[0] for name, value in grad.items()}, exact) < max(TIMES * own, LEAST)
 
 
-@pytest.mark.parametrize("version", [6, 7])
+@pytest.mark.parametrize("version", [4, 6, 7])
 def test_the_gradient_of_the_state_tells_which_write_it_keeps(rwkv, version):
     """By each token's key and value, of the last state times numbers: the same as torch's, in one pass."""
     model, random = rwkv(f"{version}-pth"), np.random.default_rng(7)
     ids, last = random.integers(0, VOCAB, 20), LAYERS - 1
-    numbers = random.normal(size=(1, model.num_heads, 64, 64))
+    numbers = random.normal(size=(1, *state_sizes(version, HIDDEN)))
     hooks = ["hook_embed", *(f"blocks.{last}.rwkv.hook_{write}" for write in WRITES)]
     found = model.gradients(ids, hooks, of=f"blocks.{last}.rwkv.hook_state", cotangent=numbers).grad
     exact = by_autograd(version, ids.tolist(), numbers[0], state=last)
