@@ -8,7 +8,7 @@ or the rewriter, and runs each row's text alone and whole: decoders, hybrids and
 Logits, captures and states are compared. What mionnx refuses must be an MIError, and is counted; a difference
 prints the seed. With `--pieces`, hundred after hundred of them is kept in a folder, and what is there already is not
 run again. `--save` writes benchmarks/results/random_specs.md, of encoders or hybrids alone random_specs_encoders.md and
-random_specs_hybrids.md.
+random_specs_hybrids.md; families that are not named keep the rows that they have there.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from time import perf_counter
 
 from rich.console import Console
 from rich.progress import track
-from tables import present
+from tables import RESULTS, present
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests" / "shared"))
@@ -39,7 +39,20 @@ from spec_reference import TOLERANCE, Reference, check, decoder, encoder, hybrid
 from exporters import rwkv, transformers  # noqa: E402
 from mionnx import MIModel  # noqa: E402
 
-FAMILIES = ("llama", "gpt2", "gemma2", "qwen3", "mistral", "qwen2", "phi3", "olmo2", "gpt_neox", "rwkv6", "rwkv7")
+FAMILIES = (
+    "llama",
+    "gpt2",
+    "gemma2",
+    "qwen3",
+    "mistral",
+    "qwen2",
+    "phi3",
+    "olmo2",
+    "gpt_neox",
+    "rwkv4",
+    "rwkv6",
+    "rwkv7",
+)
 ENCODERS = ("bert", "roberta", "distilbert", "modernbert")
 HYBRIDS = ("mamba2", "qwen3_5_text", "lfm2", "mamba", "bamba", "recurrent_gemma", "zamba2", "zamba", "minimax")
 REFERENCES = dict.fromkeys(ENCODERS, encoder) | dict.fromkeys(HYBRIDS, hybrid)
@@ -138,6 +151,14 @@ def piece(family: str, model: MIModel, reference: Reference, seeds: range) -> Co
     return counts
 
 
+def earlier(name: str, families: list[str]) -> dict[str, tuple[str, ...]]:
+    """The rows of a saved table, but of these families."""
+    path = RESULTS / f"{name}.md"
+    lines = path.read_text().splitlines() if path.exists() else []
+    rows = [tuple(line.split(" | ")) for line in lines if line.count(" | ") == len(COLUMNS) - 1]
+    return {row[0]: row for row in rows[2:] if row[0] not in families}  # behind names and dashes
+
+
 def main() -> None:
     """Run, print, and save if asked."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -155,17 +176,22 @@ def main() -> None:
     refusals = sum((counts.refusals for counts in found), Counter())
     named = ", ".join(f"{count} {name}" for name, count in refusals.most_common())
     kinds = {"random_specs_encoders": ENCODERS, "random_specs_hybrids": HYBRIDS}
+    table = next((name for name, kind in kinds.items() if {*families} <= {*kind}), "random_specs")
+    kept = earlier(table, families)
+    rows = kept | {counts.family: counts.row() for counts in found}
+    others = f" Run last: {', '.join(families)}; the other rows are of earlier runs." if kept else ""
     present(
-        next((name for name, kind in kinds.items() if {*families} <= {*kind}), "random_specs"),
+        table,
         "Random specs beside references in float64",
-        f"{len(found) * len(seeds)} specs on random small models, fp32, seed {options.seed}; {platform.machine()}",
-        [(COLUMNS, [counts.row() for counts in found])],
+        f"{sum(int(row[1]) for row in rows.values())} specs on random small models, fp32, seed {options.seed}; "
+        f"{platform.machine()}",
+        [(COLUMNS, [rows[family] for family in (*FAMILIES, *ENCODERS, *HYBRIDS) if family in rows])],
         options.save,
-        said="Differences of logits and captures, relative to the largest number of each array.",
+        said=f"Differences of logits and captures, relative to the largest number of each array.{others}",
         notes=[
             f"agree: within {TOLERANCE:.0e}; or, counted besides under *in rounding*, within 30 times of what "
             "moving every value at a hook point by half a step of float32 changes in the same part of the reference.",
-            f"refused, each with an MIError: {named or 'none'}.",
+            f"refused, each with an MIError{', in the last run' if kept else ''}: {named or 'none'}.",
         ],
     )
     sys.exit(any(counts.outcomes["differ"] for counts in found))

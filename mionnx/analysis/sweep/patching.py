@@ -102,8 +102,9 @@ def path_patch(
     """Path patching: the effect of each sender's patch through chosen receivers only.
 
     A receiver reads the stream with the sender's change, everything else reads it without; the receivers' outputs go on
-    as usual. With `receivers="all"`, the result is that of `patch_sweep`. Where a stream is normed between additions,
-    as in BERT, the change goes through those norms, exactly.
+    as usual. With `receivers="all"`, the result is that of `patch_sweep`, but for the output gate of attention that has
+    one (Qwen3-Next, Qwen3.5): it reads the stream too, and is no receiver. Where a stream is normed between additions,
+    as in BERT and MiniMax, the change goes through those norms, exactly.
 
     Args:
         over, layers, resume, resume_key, before, progress: see `patch_sweep`.
