@@ -16,28 +16,32 @@ from exporters.recurrence.open_form import open_form
 from exporters.rwkv.build import Build
 from exporters.rwkv.layers import Shared, kept_mix, token_shift
 
-EMPTY = -1e30  # exponent of a state in which nothing is written
+EMPTY = -1e4  # exponent of a state in which nothing is written: beside it any key is large
 FAINTEST = np.finfo(np.float32).tiny  # a decay below it counts as it where exponents are compared: its log is a number
 
 
 def time_mix4(
-    build: Build, layer: int, value: ir.Value, last: ir.Value, state: ir.Value, shared: Shared
+    build: Build, layer: int, stream: ir.Value, last: ir.Value, state: ir.Value, shared: Shared
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """RWKV-4's attention. Returns its output, the value for the next token shift, and the state."""
     op, name, where = build.op, f"blocks.{layer}.att", f"blocks.{layer}.rwkv"
-    change, following = token_shift(build, value, last, shared)
+    change, following = token_shift(build, stream, last, shared)
 
     def read(which: str, weight: str) -> ir.Value:
-        return build.project(kept_mix(build, value, change, f"{name}.time_mix_{which}"), f"{name}.{weight}.weight")
+        return build.project(kept_mix(build, stream, change, f"{name}.time_mix_{which}"), f"{name}.{weight}.weight")
 
     r = build.hook(f"{where}.hook_r", build.to_heads(op.Sigmoid(read("r", "receptance"))))
     k = build.hook(f"{where}.hook_k", build.to_heads(read("k", "key")))
     v = build.hook(f"{where}.hook_v", build.to_heads(read("v", "value")))
+    first = len(op.nodes)
     decay = op.Exp(op.Neg(op.Exp(build.exact(build.weight(f"{name}.time_decay")))))
     decay = build.hook(f"{where}.hook_decay", op.Expand(decay, op.Shape(k)))
     own = op.Add(k, build.exact(build.weight(f"{name}.time_first")))
     wkv, after = _means(build, where, (k, v, decay, own), state, shared)
     wkv = build.hook(f"{where}.hook_wkv", wkv)
+    for node in op.nodes[first:]:  # whatever narrows the model leaves the recurrence float32, by these names
+        for value in node.outputs:
+            value.name = value.name or f"{where}.{node.op_type}"
     out = build.plain(op.Reshape(op.Mul(r, wkv), [0, 0, -1]))
     return build.project(out, f"{name}.output.weight"), following, after
 

@@ -128,12 +128,14 @@ class _Narrower:
 
     def _islands(self, islands: frozenset[str]) -> set[int]:
         """Indices of the nodes that stay float32."""
-        wide = islands | self.graph.angles | {name for name in self.graph.hooks if ".rwkv." in name}
-        flow = self.graph.flow
+        wide, flow = islands | self.graph.angles, self.graph.flow
         nodes = {
             at
             for at, node in enumerate(flow.nodes)
-            if subgraphs(node) or node.op_type in WIDE_OPERATORS or not wide.isdisjoint(node.output)
+            if subgraphs(node)
+            or node.op_type in WIDE_OPERATORS
+            or not wide.isdisjoint(node.output)
+            or any(".rwkv." in name for name in node.output)  # of a recurrence, its hook points among them
         }
         for output in self.graph.proto.graph.output:  # of the model, moved there from an island: a recurrence's state
             way, at = list[int](), flow.producers.get(output.name)

@@ -126,3 +126,13 @@ def test_a_compiled_model_takes_states_and_changes_them(pair, tmp_path):
     expected = model.forward(ids, spec).output()
     assert np.abs(np.concatenate(logits, 1) - expected).max() < TOLERANCE
     assert np.abs(expected - model.forward(ids).output()).max() > 1e-3
+
+
+def test_a_narrow_model_keeps_its_recurrence_in_float32(pair, tmp_path):
+    """Exponentials of keys and decays near 0 are beyond float16, whatever the dtype of the model."""
+    model, ids = pair[0], batch("plain").ids
+    model.narrow(tmp_path / "narrow", dtype="float16")
+    narrow = MIModel.from_pretrained(tmp_path / "narrow", threads=1)
+    found, logits = narrow.forward(ids, HookSpec().capture(HookPoint.RwkvState(1))), model.forward(ids).output()
+    assert found[HookPoint.RwkvState(1)].dtype == np.float32
+    assert 1e-5 < np.abs(found.output() - logits).max() < 0.02

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 HEAD = 64
 Array = NDArray[np.float64]
 Edit = Callable[[str, int, Array], Array]
-EMPTY = -1e30  # exponent of RWKV-4's state before anything is written to it
+EMPTY = -1e4  # exponent of RWKV-4's state before anything is written to it
 
 
 def state_sizes(version: int, width: int) -> tuple[int, int, int]:
