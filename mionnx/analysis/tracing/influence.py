@@ -47,7 +47,9 @@ def influence(
         share = weights[targets] + (0 if number < 0 else total[feature[targets]])
         for begin in range(0, len(targets), block):
             part = slice(begin, begin + block)
-            total += share[part] @ shares(effects[place[targets[part]]])
+            sizes = np.abs(effects[place[targets[part]]])
+            sums = np.maximum(sizes.sum(axis=1, dtype=np.float64), LEAST)
+            total += (share[part] / sums).astype(sizes.dtype) @ sizes  # of shares, which are not written down
     return total
 
 

@@ -179,18 +179,20 @@ class LocalModel:
     def _forward_key(self, attention: Attention | None = None) -> tuple[Any, ...]:
         return (*self._points_read, self.rules, attention)
 
-    def first_tokens(self, ids: Sequence[int], end: int, whole: Arrays) -> Arrays:
-        """What the way back reads for the first `end` tokens of a text, of which that of the whole is known, or not."""
+    def first_tokens(self, ids: Sequence[int], end: int, constants: Arrays) -> Arrays:
+        """What the way back reads for the first `end` tokens of a text; `constants` are those of all, or none."""
 
         def computed(tokens: int) -> Arrays:
             return self.run(ids[:tokens], captures=False)[0]
 
         def seen() -> Prefixes:
-            return Prefixes([(length, whole), *((n, computed(n)) for n in (length - 1, length - 2))])
+            return Prefixes([(length, constants), *((n, computed(n)) for n in (length - 1, length - 2))])
 
         length, cut = len(ids), None
-        if whole and PASSES < length > end:  # a shorter text always as computed: its bits are not to depend on others
-            cut = self.ways.prefixes(self._forward_key(), seen).cut(whole, length, end)
+        if (
+            constants and PASSES < length > end
+        ):  # a shorter text always as computed: its bits are not to depend on others
+            cut = self.ways.prefixes(self._forward_key(), seen).cut(constants, length, end)
         return cut or computed(end)
 
     def taken(self, seq: int) -> int:

@@ -47,8 +47,8 @@ class _Cut:
                 return None
             parts = (length, factor) if inner else (factor, length)
             apart = value.reshape(*value.shape[:axis], *parts, *value.shape[axis + 1 :])
-            kept = apart[(slice(None),) * (axis + (not inner)) + (slice(end),)]
-            value = kept.reshape(*value.shape[:axis], factor * end, *value.shape[axis + 1 :])
+            first = apart[(slice(None),) * (axis + (not inner)) + (slice(end),)]
+            value = first.reshape(*value.shape[:axis], factor * end, *value.shape[axis + 1 :])
         return np.array(value, order="C")  # a copy always: the engine frees what it is of
 
 
@@ -60,20 +60,20 @@ class Prefixes:
         (length, constants), (end, own), (less, tried) = passes
         cuts = {name: _seen(np.asarray(value), length, np.asarray(own[name]), end) for name, value in constants.items()}
         self._cuts = {name: one for name, one in cuts.items() if one is not None}
-        found = self.cut(constants, length, less) if len(self._cuts) == len(cuts) else None
-        same = found is not None and all(_close(np.asarray(value), np.asarray(tried[n])) for n, value in found.items())
+        parts = self.cut(constants, length, less) if len(self._cuts) == len(cuts) else None
+        same = parts is not None and all(_close(np.asarray(part), np.asarray(tried[n])) for n, part in parts.items())
         self._cuts = self._cuts if same else {}
 
     def cut(self, constants: Constants, length: int, end: int) -> dict[str, Any] | None:
         """The constants of the first `end` tokens, from those of `length`; None where they have to be computed."""
-        found = {}
+        parts = {}
         for name, one in self._cuts.items():
             value = constants[name]
             part = one.of(np.asarray(value), length, end)
             if part is None:
                 return None
-            found[name] = DeviceArray(put(part, value.place), value.place)
-        return found or None
+            parts[name] = DeviceArray(put(part, value.place), value.place)
+        return parts or None
 
 
 def _seen(value: NDArray[Any], length: int, own: NDArray[Any], end: int) -> _Cut | None:
