@@ -54,7 +54,10 @@ FAMILIES = (
     "rwkv7",
 )
 ENCODERS = ("bert", "roberta", "distilbert", "modernbert")
-HYBRIDS = ("mamba2", "qwen3_5_text", "lfm2", "mamba", "bamba", "recurrent_gemma", "zamba2", "zamba", "minimax")
+HYBRIDS = (
+    *("mamba2", "qwen3_5_text", "lfm2", "mamba", "bamba", "recurrent_gemma", "zamba2", "zamba", "minimax"),
+    "falcon_h1",
+)
 REFERENCES = dict.fromkeys(ENCODERS, encoder) | dict.fromkeys(HYBRIDS, hybrid)
 # A spec that makes the logits of a router equal leaves the choice of experts to anyone: there is one.
 ALONE = {"minimax": {"num_local_experts": 1, "num_experts_per_tok": 1}}

@@ -230,6 +230,7 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
         mlp="ffn",
     ),
     "falcon": falcon,
+    "falcon_h1": replace(JAMBA, embedding=IN_CODE),
     "glm4": replace(FUSED_GATE, **GLM_NORMS),
     "gpt_neo": replace(GPT2, attention="attn.attention", output_projection="out_proj", keys="own", z="projection"),
     "gpt_neox": gpt_neox,

@@ -154,10 +154,10 @@ def expert_sizes(graph: ir.Graph, hooks: list[str]) -> dict[str, int]:
 
 
 def check_stream(graph: ir.Graph) -> None:
-    """Check that `hook_attn_out` and `hook_mlp_out` are added to the residual stream as they are."""
+    """Check that `hook_attn_out`, `hook_ssm_out` and `hook_mlp_out` are added to the residual stream as they are."""
     for node in graph:
         for value in node.outputs:
-            added = value.name and value.name.endswith((".hook_attn_out", ".hook_mlp_out"))
+            added = value.name and value.name.endswith((".hook_attn_out", ".hook_ssm_out", ".hook_mlp_out"))
             if added and not any(_adds(user) for user, _ in value.uses()):
                 users = sorted({user.op_type for user, _ in value.uses()})
                 raise ExportError(

@@ -18,7 +18,13 @@ from torch import Tensor, nn
 from exporters.transformers.attention import Calls, replace_for
 from exporters.transformers.encoder_quirks import Bottlenecks, ConvolutionHeads
 from exporters.transformers.experts import in_order, mix_heads, tap_own_experts, tap_router
-from exporters.transformers.recurrent_quirks import LightningAttention, LinearUnits, SelectiveHeads, SharedBlocks
+from exporters.transformers.recurrent_quirks import (
+    LightningAttention,
+    LinearUnits,
+    SelectiveHeads,
+    SharedBlocks,
+    SideBySide,
+)
 from exporters.transformers.taps import ADDITIONS, Attachment
 from mionnx.graph.hook_points import HookPoint
 
@@ -282,6 +288,7 @@ QUIRKS = {
     "ctrl": Quirk(
         EmbeddingsInCode, "scales embeddings and looks positions up in the code of the model, not in modules"
     ),
+    "falcon_h1": Quirk(SideBySide, "has attention and a mixer side by side in each layer, each behind a factor"),
     "gemma3n_text": Quirk(SeveralStreams, "predicts four streams before a layer and corrects them after it (AltUp)"),
     "gptj": PROJECTED,
     "granitemoe_swa": BESIDE,

@@ -87,6 +87,36 @@ class LinearUnits(Attachment):
         replace_for(self.stack, mixer, "forward", forward)
 
 
+class SideBySide(Attachment):
+    """Taps on attention and a mixer that read the same norm, and join the stream together, each behind a factor."""
+
+    def attends(self, block: nn.Module) -> bool:
+        return True
+
+    def block(self, i: int, block: Any) -> None:
+        super().block(i, block)
+        at = self.taps.at
+        self.name_layer(i, block.self_attn)
+        self.heads(i, block)
+
+        def forward(hidden_states: Tensor, mamba_attention_mask: Any = None, **options: Any) -> tuple[Tensor]:
+            x = block.input_layernorm(hidden_states)
+            mixed = block.mamba(x, cache=options["cache"], attention_mask=mamba_attention_mask)
+            mixed = at(HookPoint.SsmOut(i), mixed * block.ssm_out_multiplier)
+            attended = block.self_attn(hidden_states=x * block.attention_in_multiplier, **options)[0]
+            attended = at(HookPoint.AttnOut(i), attended * block.attn_out_multiplier)
+            x = at(HookPoint.ResidMid(i), hidden_states + (mixed + attended))
+            return (x + at(HookPoint.MlpOut(i), block.feed_forward(block.pre_ff_layernorm(x))),)
+
+        replace_for(self.stack, block, "forward", forward)
+
+    def first_addition(self, i: int, block: nn.Module, mixer: nn.Module | None) -> None:
+        """Nothing: factors stand between modules and the stream."""
+
+    def second_addition(self, i: int, block: nn.Module) -> None:
+        """Nothing: a block's forward is written anew."""
+
+
 class SharedBlocks(Attachment):
     """Taps on a transformer block in front of a mixer, which reads the stream and what the block gives.
 

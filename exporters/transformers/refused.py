@@ -56,8 +56,6 @@ REASONS = {
     "cpmant": "puts tokens of its own before each text and needs the whole text at every step",
     "deepseek_v4": STREAMS,
     "dots3_note_text": "has layers with different numbers of heads",
-    "falcon_h1": "has attention and a state-space mixer side by side in each block, so that a layer has two "
-    "outputs and carries both keys and a state",
     "fnet": "mixes tokens by Fourier transforms, and has no attention",
     "funnel": "pools its tokens between blocks, so that its streams have several lengths",
     "gemma4_assistant": "reads the keys and values of another model, for which it drafts tokens",

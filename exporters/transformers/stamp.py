@@ -22,10 +22,11 @@ from exporters.recurrence.expand import RECURRENCE_DOMAIN
 from exporters.transformers.kinds import OUTSIDE, Kinds, split
 from exporters.transformers.naming import axis_asked
 from mionnx.graph.hook_points import HookPoint, layer_of
-from mionnx.graph.io_names import PASTS, PRESENTS
+from mionnx.graph.io_names import KEYS_AND_VALUES, PASTS, PRESENTS, STATE
 
 _CACHE = re.compile(rf"(?:{'|'.join(map(re.escape, (*PASTS, *PRESENTS)))})(\d+)\.")
 
+PARTS = (*KEYS_AND_VALUES.parts, *STATE.parts)  # of what a layer carries, in their order
 LAYER_ATTRIBUTE = "layer"  # the attribute of a recurrence that says where it is
 
 
@@ -217,11 +218,12 @@ class _Stamper:
 
 
 def _order_cache(values: MutableSequence[ir.Value]) -> None:
-    """Put the past and present of layers into the order of layers, behind all others."""
+    """Put the past and present of layers into the order of layers and their parts, behind all others."""
 
-    def place(value: ir.Value) -> int:
+    def place(value: ir.Value) -> tuple[int, int]:
         layer = _CACHE.match(str(value.name))
-        return int(layer[1]) if layer else OUTSIDE
+        # a layer may read its state before its keys (Falcon-H1)
+        return (int(layer[1]), PARTS.index(str(value.name)[layer.end() :])) if layer else (OUTSIDE, 0)
 
     ordered = sorted(values, key=place)
     values.clear()

@@ -223,7 +223,9 @@ def buffers_of(skeleton: PreTrainedModel) -> dict[str, Tensor]:
         for name in names:
             module._buffers[name] = torch.empty_like(before[name], device="cpu")
         if names:
-            _owner(skeleton, path)._init_weights(module)
+            owner = _owner(skeleton, path)
+            for own in (module, owner):  # which may fill a buffer of its parts (Falcon-H1)
+                owner._init_weights(own)
         buffers |= {f"{path}.{name}".lstrip("."): module._buffers[name] for name in names}
         module._buffers.update(before)
     return buffers

@@ -176,6 +176,7 @@ class HookPoint:
         "blocks.{i}.ssm.hook_effective_attn_raw", EFFECTIVE, "attention", "SsmState", instead="SsmV", on_request=True
     )
     SsmZ = Layered("blocks.{i}.ssm.hook_z", MIXER_HEADS, "attention")
+    SsmOut = Layered("blocks.{i}.hook_ssm_out", RESIDUAL, "attention")
     AttnOut = Layered("blocks.{i}.hook_attn_out", RESIDUAL, "attention")
     ResidMidSum = Layered("blocks.{i}.hook_resid_mid_sum", RESIDUAL, "stream")
     ResidMid = Layered("blocks.{i}.hook_resid_mid", RESIDUAL, "stream")

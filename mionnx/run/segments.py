@@ -100,7 +100,9 @@ class Segments:
         # Where only the last position is read in the end, that piece and the head run at it alone.
         last = self.layers - 1
         names = (str(HookPoint.AttnZ(last)), str(HookPoint.ResidPre(last)))
-        apart = {*names} <= self.model.metadata.hooks.keys() and self.inputs_of(last) == names[1:]
+        # A mixer beside attention reads all positions of the stream too (Falcon-H1).
+        mixes = self.model.metadata.layers[last].recurrence is not None
+        apart = not mixes and {*names} <= self.model.metadata.hooks.keys() and self.inputs_of(last) == names[1:]
         return names if apart else ()
 
     def keys_of(self, layer: int) -> dict[str, str]:

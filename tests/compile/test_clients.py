@@ -246,7 +246,9 @@ def test_a_client_runs_other_families(family, layout, models, generated, tmp_pat
 
 HYBRIDS = [("lfm2", layout, None) for layout in ("genai", "transformers.js")]
 SLOW_HYBRIDS = [
-    (one, layout, None) for one in ("granitemoehybrid", "qwen3_5_text", "zamba2") for _, layout, _ in HYBRIDS
+    (one, layout, None)
+    for one in ("falcon_h1", "granitemoehybrid", "qwen3_5_text", "zamba2")
+    for _, layout, _ in HYBRIDS
 ]
 SLOW_HYBRIDS += [(one, layout, "float16") for one in ("lfm2", "qwen3_5_text") for _, layout, _ in HYBRIDS]
 SLOW_HYBRIDS += [("mamba2", "genai", None), ("recurrent_gemma", "genai", None), ("lfm2_moe", "transformers.js", None)]

@@ -16,7 +16,7 @@ def test_a_decoder_of_the_table_passes(family):
     refuse(AutoConfig.for_model(family, **tiny_config(family)))
 
 
-@pytest.mark.parametrize("family", ["falcon_h1", "xlstm"])
+@pytest.mark.parametrize("family", ["inkling_text", "xlstm"])
 def test_layers_that_carry_a_state_are_recognised_by_their_modules(family, monkeypatch):
     monkeypatch.delitem(REASONS, family)  # as a family that nobody has looked at
     with pytest.raises(ExportError, match=f"^a '{family}' model has state-space, .* does not export such models$"):

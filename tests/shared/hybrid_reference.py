@@ -1,6 +1,6 @@
 """Small hybrids in float64, one whole text at a time, every hook point by name.
 
-Mamba, Mamba-2, Bamba, Zamba, Zamba2, MiniMax, Qwen3.5's text model, LFM2 and RecurrentGemma.
+Mamba, Mamba-2, Bamba, Falcon-H1, Zamba, Zamba2, MiniMax, Qwen3.5's text model, LFM2 and RecurrentGemma.
 
 As `decoder_reference.py`, whose attention and norms it has: written from the papers and the checkpoint's own names. A
 recurrence goes token by token; its state is handed out where a call or a step ends, and may come back changed.
@@ -47,6 +47,7 @@ class Hybrid(Decoder):
             "mamba": self._mamba,
             "mamba2": self._mamba,
             "bamba": self._bamba,
+            "falcon_h1": self._side_by_side,
             "minimax": self._minimax,
             **dict.fromkeys(("zamba", "zamba2"), self._zamba),
             "qwen3_5_text": self._qwen,
@@ -54,7 +55,7 @@ class Hybrid(Decoder):
             "recurrent_gemma": self._griffin,
         }[self.family]
         final = {
-            **dict.fromkeys(("bamba", "zamba", "zamba2"), "final_layernorm"),
+            **dict.fromkeys(("bamba", "falcon_h1", "zamba", "zamba2"), "final_layernorm"),
             "lfm2": "embedding_norm",
             "recurrent_gemma": "final_norm",
         }
@@ -65,6 +66,7 @@ class Hybrid(Decoder):
             norm = "backbone.norm_f" if self._alone else f"model.{final.get(self.family, 'norm')}"
             x = see("hook_final_norm", self._rms_norm(x, norm))
             logits = x @ self.tensors.get("lm_head.weight", self._embeddings).T
+            logits = self.config.get("lm_head_multiplier", 1) * logits
             return see("hook_logits", _capped(logits, self.config.get("logits_soft_cap")))
 
     @property
@@ -80,7 +82,9 @@ class Hybrid(Decoder):
     def _scale(self) -> float:
         """The factor of embeddings: the checkpoint's code rounds it to bfloat16."""
         size = self.config["hidden_size"] ** 0.5
-        return float(torch.tensor(size, dtype=torch.bfloat16)) if self.family == "recurrent_gemma" else 1.0
+        if self.family == "recurrent_gemma":
+            return float(torch.tensor(size, dtype=torch.bfloat16))
+        return float(self.config.get("embedding_multiplier", 1))
 
     def _mamba(self, i: int, x: Tensor, see: See) -> Tensor:
         at = f"backbone.layers.{i}"
@@ -97,6 +101,20 @@ class Hybrid(Decoder):
         else:
             mixed = self._state_space(i, inner, f"{at}.mamba", see)
         x = see(f"blocks.{i}.hook_resid_mid", x + mixed)
+        names = [f"{at}.feed_forward.{name}_proj" for name in ("gate", "up", "down")]
+        return x + self._neurons(i, self._rms_norm(x, f"{at}.pre_ff_layernorm"), names, see)
+
+    def _side_by_side(self, i: int, x: Tensor, see: See) -> Tensor:
+        """Attention and a mixer on one norm, each with factors before and behind it; an MLP with factors of its own."""
+        at, config = f"model.layers.{i}", self.config
+        inner = self._rms_norm(x, f"{at}.input_layernorm")
+        read = config["attention_in_multiplier"] * inner
+        q, k, v = (
+            self._linear(read, f"{at}.self_attn.{name}_proj").unflatten(-1, (-1, config["head_dim"])) for name in "qkv"
+        )
+        parts = (q, config["key_multiplier"] * k, v)
+        added = self._mixed_heads(i, parts, f"{at}.self_attn.o_proj", see, factor=config["attention_out_multiplier"])
+        x = see(f"blocks.{i}.hook_resid_mid", x + self._state_space(i, inner, f"{at}.mamba", see) + added)
         names = [f"{at}.feed_forward.{name}_proj" for name in ("gate", "up", "down")]
         return x + self._neurons(i, self._rms_norm(x, f"{at}.pre_ff_layernorm"), names, see)
 
@@ -212,13 +230,19 @@ class Hybrid(Decoder):
 
     def _state_space(self, i: int, x: Tensor, at: str, see: See) -> Tensor:
         z, where = self.tensors, f"blocks.{i}.ssm"
-        names = {"bamba": ("mamba_n_groups", "mamba_d_state"), "zamba2": ("mamba_ngroups", "mamba_d_state")}
+        names = {
+            **dict.fromkeys(("bamba", "falcon_h1"), ("mamba_n_groups", "mamba_d_state")),
+            "zamba2": ("mamba_ngroups", "mamba_d_state"),
+        }
         groups, size = (self.config[name] for name in names.get(self.family, ("n_groups", "state_size")))
         heads = len(z[f"{at}.A_log"])
         each = z[f"{at}.norm.weight"].shape[0] // heads
-        inner = self._linear(see(f"{where}.hook_pre", x), f"{at}.in_proj")
+        x = see(f"{where}.hook_pre", x) * self.config.get("ssm_in_multiplier", 1)
         width = heads * each
-        gate, mixed, dt = inner.split([width, width + 2 * groups * size, heads], -1)
+        parts = self._linear(x, f"{at}.in_proj").split([width, width, groups * size, groups * size, heads], -1)
+        factors = self.config.get("ssm_multipliers", [1] * len(parts))
+        gate, *conv, dt = (factor * part for factor, part in zip(factors, parts, strict=True))
+        mixed = torch.cat(conv, -1)
         mixed = see(f"{where}.hook_conv", silu(self._convolved(i, mixed, f"{at}.conv1d")))
         value, k, q = mixed.split([width, groups * size, groups * size], -1)
         least = self.config["time_step_min"] if self.family == "zamba2" else 0
@@ -231,7 +255,8 @@ class Hybrid(Decoder):
         y = y.unflatten(-1, (groups, -1))
         y = y / torch.sqrt((y**2).mean(-1, keepdim=True) + (1e-5 if self.family == "zamba2" else self._epsilon))
         y = see(f"{where}.hook_z", (y.flatten(1) * z[f"{at}.norm.weight"]).unflatten(-1, (heads, -1)))
-        return see(f"blocks.{i}.hook_attn_out", self._linear(y.flatten(1), f"{at}.out_proj"))
+        out = self._linear(y.flatten(1), f"{at}.out_proj") * self.config.get("ssm_out_multiplier", 1)
+        return see(f"blocks.{i}.hook_{'ssm' if self.family == 'falcon_h1' else 'attn'}_out", out)
 
     def _qwen(self, i: int, x: Tensor, see: See) -> Tensor:
         at = f"model.layers.{i}"
@@ -357,8 +382,9 @@ class Hybrid(Decoder):
             see(f"{block}.mlp.hook_{what}", self._linear(x, name))
             for what, name in zip(("gate", "up"), names, strict=False)
         )
-        active = _gelu_of_tanh(gate) if self.family == "recurrent_gemma" else silu(gate)
-        post = self._linear(see(f"{block}.mlp.hook_act", active * up), names[2])
+        before, behind = self.config.get("mlp_multipliers", (1, 1))
+        active = _gelu_of_tanh(gate) if self.family == "recurrent_gemma" else silu(before * gate)
+        post = behind * self._linear(see(f"{block}.mlp.hook_act", active * up), names[2])
         return see(f"{block}.hook_mlp_out", see(f"{block}.mlp.hook_post", post))
 
     def _convolved(self, i: int, x: Tensor, name: str) -> Tensor:

@@ -53,18 +53,20 @@ def additions(hooked: HookedModel, layer: int, mode: str, mlp_input: bool, incl_
     if mode == "mlp" and layer and not any(str(HookPoint.MlpOut(i)) in hooked.metadata.hooks for i in range(layer)):
         raise InputError(f"mode='mlp': {hooked.metadata.family} has no MLP below layer {layer}; 'attn' has its mixers")
     for i in range(layer):
-        halves = {"attn": str(HookPoint.AttnOut(i)), "mlp": str(HookPoint.MlpOut(i))}
-        # a layer may have one of the two
-        parts += [
-            (f"{i}_{half}_out", name)
-            for half, name in halves.items()
-            if mode in ("all", half) and name in hooked.metadata.hooks
-        ]
+        parts += [] if mode == "mlp" else _first_half(hooked, i)
+        mlp = str(HookPoint.MlpOut(i))  # a layer may have one of the two halves
+        parts += [(f"{i}_mlp_out", mlp)] if mode != "attn" and mlp in hooked.metadata.hooks else []
     if mlp_input and mode != "mlp" and str(HookPoint.ResidMid(layer)) in hooked.metadata.hooks:
-        parts.append((f"{layer}_attn_out", str(HookPoint.AttnOut(layer))))
+        parts += _first_half(hooked, layer)
     if not parts:
         raise InputError("a stack of no components would be empty: ask for a later layer, or for the embeddings")
     return parts
+
+
+def _first_half(hooked: HookedModel, layer: int) -> Named:
+    """What attention or a mixer of a layer adds, or both do (Falcon-H1)."""
+    outputs = {"attn": str(HookPoint.AttnOut(layer)), "ssm": str(HookPoint.SsmOut(layer))}
+    return [(f"{layer}_{kind}_out", name) for kind, name in outputs.items() if name in hooked.metadata.hooks]
 
 
 def accumulations(hooked: HookedModel, layer: int, incl_mid: bool, mlp_input: bool) -> Named:

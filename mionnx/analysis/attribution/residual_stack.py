@@ -77,7 +77,8 @@ def decompose_resid(
         incl_embeds: whether the embeddings are components.
 
     Returns:
-        [component, batch, pos, hidden] and the labels: "embed", "pos_embed", "0_attn_out", "0_mlp_out", ...
+        [component, batch, pos, hidden] and the labels: "embed", "pos_embed", "0_attn_out", "0_ssm_out" (a mixer beside
+        attention), "0_mlp_out", ...
 
     Raises:
         # Tokens [pos], unless as many as there are prompts: then [batch].

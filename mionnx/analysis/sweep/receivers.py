@@ -57,6 +57,12 @@ def make_receivers(model: HookedModel, receivers: str | HookPoint | Iterable[Rec
     if not model.metadata.attends and str(HookPoint.SsmPre(0)) not in valid:
         raise HookError(f"path patching needs attention heads or mixers; {model.metadata.family} has none")
     inside = [i for i, layer in enumerate(model.metadata.layers) if layer.attention and layer.recurrence]
+    if inside and str(HookPoint.SsmOut(inside[0])) in model.metadata.hooks:
+        raise HookError(
+            "path patching follows one part of a layer to the stream in front of its MLP; in this "
+            f"{model.metadata.family} model attention and a mixer of layer {inside[0]} add to it side by side: sweep "
+            "over hook_attn_out and hook_ssm_out"
+        )
     if inside:
         raise HookError(
             f"path patching follows what parts of layers add to the stream; in this {model.metadata.family} model the "

@@ -233,7 +233,7 @@ def effective_embedding(weights: NamedWeights) -> NDArray[np.float32]:
     spec = HookSpec().capture(point)
     if model.hooked.metadata.bidirectional or str(HookPoint.AttnOut(0)) not in hooks:
         raise HookError(f"{model.hooked.metadata.family}: effective embeddings are those of decoders with attention")
-    for place in (HookPoint.PosEmbed, HookPoint.AttnOut(0)):
+    for place in (HookPoint.PosEmbed, HookPoint.AttnOut(0), HookPoint.SsmOut(0)):
         if str(place) in hooks:
             spec.intervene(place, Intervention.Zero())
     blocks = list(_blocks(model.vocab_size))
@@ -276,5 +276,7 @@ def accumulated_bias(
         post = {"b_O": "ln1_post", "b_out": "ln2_post"}[name]
         if weights.graph.has_norm(post, one):
             raise HookError(f"layer {one} norms what it adds ({post}): its bias is no constant of the stream")
+        if name == "b_O" and str(HookPoint.SsmOut(one)) in weights.model.hooked.metadata.hooks:
+            raise HookError(f"layer {one} has a mixer beside its attention, whose bias has no name: no sum has it")
         total += weights.reader.read(name, one)
     return total.astype(np.float32)
