@@ -40,7 +40,7 @@ from mionnx.engine.options import Options
 from mionnx.errors import ModelError
 from mionnx.machine.progress import shown
 from mionnx.rewrite.float_graph import FloatGraph
-from mionnx.rewrite.largest import RANGE_OUTPUTS, largest
+from mionnx.rewrite.largest import RANGE_OUTPUTS, WATCHED_OUTPUT, largest
 from mionnx.rewrite.rescale import rescale
 
 TEXTS = [
@@ -102,7 +102,7 @@ def seconds(run: TextsRun, proto: Any, outputs: list[str], in_order: bool = Fals
 def cost_of_range(run: TextsRun) -> str:
     """The time of a pass that looks at all values, as a share of a plain one, by turns."""
     proto, _ = largest(run.graph)
-    outputs = [name for name in RANGE_OUTPUTS if any(one.name == name for one in proto.graph.output)]
+    outputs = [name for name in (*RANGE_OUTPUTS, WATCHED_OUTPUT) if any(one.name == name for one in proto.graph.output)]
     plain, seen = seconds(run, run.graph.proto, ["logits"]), seconds(run, proto, outputs, in_order=True)
     next(plain), next(seen)
     return f"{median(next(seen) / next(plain) for _ in range(TURNS)):.2f}"

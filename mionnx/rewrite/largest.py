@@ -9,6 +9,8 @@
 4. What a mask adds minus infinity to is looked at where it is above `MASKED`.
 5. On request a product with a weight has the largest sum of |a||w|, which bounds every partial sum in any order.
 6. The model's own outputs are gone. Numbers are gathered: one output for each of `RANGE_OUTPUTS`.
+7. ONNX Runtime's maximum of numbers with a NaN is that of the others, most often. A NaN anywhere is one in the last
+   stream: the sum of its squares is `WATCHED_OUTPUT`. On request NaN counts as infinity at each value.
 
 What it costs: in a short text nodes, in a long one the numbers that are read and written. So a value is read for its
 largest and its least number, of which one is the magnitude, right behind its node: nothing of its size is written or
@@ -22,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
+from numpy.typing import ArrayLike
 from onnx import GraphProto, NodeProto, TensorProto, helper, numpy_helper
 
 from mionnx.graph.axes import has_sequence, sequence_axis
@@ -29,6 +32,7 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.rewrite.float_graph import NORM_OPERATORS, FloatGraph
 
 LARGEST_OUTPUT, LEAST_OUTPUT, POSITION_OUTPUT = RANGE_OUTPUTS = ("mionnx.largest", "mionnx.least", "mionnx.position")
+WATCHED_OUTPUT = "mionnx.watched"
 PLAIN_VALUE, SQUARES, MEAN_SQUARE, PARTIAL_SUMS = "value", "sum of squares", "mean square", "partial sums"
 MASKED = -1e30  # scores below it are a mask's
 OF_POSITIONS = "positions"
@@ -68,6 +72,8 @@ class _Writer:
 
     graph: GraphProto
     opset: int
+    nan: bool = False
+    watched: str = ""  # the last hook point with positions
     observations: list[Observation] = field(default_factory=list)
     # The values of each output, numbers in a line, and which observations or places they are of.
     entries: dict[str, list[tuple[list[int], str]]] = field(
@@ -79,14 +85,16 @@ class _Writer:
     nodes: list[NodeProto] = field(default_factory=list)
     constants: set[str] = field(default_factory=set)
 
-    def constant(self, values: list[int] | float, title: str = "") -> str:
-        """An initializer of int64 numbers, or of one float; many are told by a title."""
-        integral = isinstance(values, list)
-        name = f"mionnx.seen.{title or ('_'.join(map(str, values)) if isinstance(values, list) else values)}"
+    def constant(self, values: ArrayLike, title: str = "") -> str:
+        """An initializer of int64 or float32 numbers; many are told by a title."""
+        array = np.asarray(values)
+        name = f"mionnx.seen.{title or '_'.join(map(str, array.tolist()))}"
         if name not in self.constants:
             self.constants.add(name)
-            array = np.array(values, np.int64 if integral else np.float32)
-            self.graph.initializer.append(numpy_helper.from_array(array, name))
+            integral = np.issubdtype(array.dtype, np.integer)
+            self.graph.initializer.append(
+                numpy_helper.from_array(array.astype(np.int64 if integral else np.float32), name)
+            )
         return name
 
     def add(self, operator: str, inputs: list[str], end: str, **attributes: Any) -> str:
@@ -137,8 +145,12 @@ class _Writer:
         """Reduce a table, [rows, positions or heads], and enter its numbers."""
         joined = self.add("Concat", [side for row in rows for side in (row.most, row.least)], f"table {table}", axis=0)
         length = table if isinstance(table, int) else -1
-        pairs = self.add("Reshape", [self.add("Abs", [joined], "size"), self.constant([len(rows), 2, length])], "pairs")
-        sizes = self.reduce("ReduceMax", pairs, [1], "table", 0)
+        pairs = self.add("Reshape", [joined, self.constant([len(rows), 2, length])], "pairs")
+        # the larger of most and -least; not of their sizes: of a value without numbers, as of an empty past, these are
+        # -inf and inf, and its largest stays -inf
+        sizes = self.reduce(
+            "ReduceMax", self.add("Mul", [pairs, self.constant([[1.0], [-1.0]], "signs")], "signed"), [1], "table", 0
+        )
         self.entries[LARGEST_OUTPUT].append(
             ([row.number for row in rows], self.reduce("ReduceMax", sizes, [1], "most", 0))
         )
@@ -168,16 +180,23 @@ class _Writer:
         return self.add("Reshape", [value, self.constant([-1])], "line")
 
 
-def largest(graph: FloatGraph, products: bool = False) -> tuple[onnx.ModelProto, list[Observation]]:
-    """Add the nodes and outputs above to a copy of a graph without a batch: of one row."""
+def largest(
+    graph: FloatGraph, products: bool = False, *, nan: bool = False
+) -> tuple[onnx.ModelProto, list[Observation]]:
+    """Add the nodes and outputs above to a copy of a graph without a batch: of one row.
+
+    Args:
+        nan: count NaN as infinity, in the place of `WATCHED_OUTPUT`.
+    """
     proto = onnx.ModelProto()
     proto.CopyFrom(graph.proto)
-    writer = _Writer(proto.graph, graph.opset)
+    writer, last = _Writer(proto.graph, graph.opset, nan), ""
     inside = {norm.insides[1] for norm in graph.decomposed}
     for node, value, name in _values(graph):
         if node.op_type in NORM_OPERATORS:
             _squares(writer, graph, node, node.input[0] if node.input[0] in graph.hooks else name)
         _value(writer, graph, node, value, name, inside)
+        last = value
         if products and node in graph.products():
             magnitudes = [writer.add("Abs", [one], f"of {value}") for one in node.input[:2]]
             sums = writer.add("MatMul", magnitudes, "bound")
@@ -186,6 +205,10 @@ def largest(graph: FloatGraph, products: bool = False) -> tuple[onnx.ModelProto,
     for output, length in writer.outputs():
         kind = TensorProto.INT64 if output == POSITION_OUTPUT else TensorProto.FLOAT
         proto.graph.output.append(helper.make_tensor_value_info(output, kind, [length]))
+    if last and not nan:
+        squares = writer.reduce("ReduceSumSquare", writer.flat(writer.watched or last), [0], "watched", 1)
+        writer.nodes.append(helper.make_node("Identity", [squares], [WATCHED_OUTPUT], WATCHED_OUTPUT))
+        proto.graph.output.append(helper.make_tensor_value_info(WATCHED_OUTPUT, TensorProto.FLOAT, [1]))
     nodes = [*_behind(proto.graph.node, writer.nodes)]
     del proto.graph.node[:]
     proto.graph.node.extend(nodes)
@@ -208,11 +231,17 @@ def _value(writer: _Writer, graph: FloatGraph, node: NodeProto, value: str, name
     positioned = name in graph.hooks and has_sequence(axes) and "seq_k" not in axes and graph.flow.producer(name)
     seen = name if positioned else value
     title = (name, PLAIN_VALUE, node.op_type)
+    if writer.nan and value not in inside:
+        is_nan = writer.add("IsNaN", [seen], "is NaN")
+        inputs = [is_nan, writer.constant([np.inf], "infinity"), seen]
+        writer.nodes.append(helper.make_node("Where", inputs, [f"{seen}:no NaN"], f"{seen}:no NaN"))
+        seen = f"{seen}:no NaN"
     if value in graph.masked or name in graph.masked:
         seen = writer.add("ThresholdedRelu", [seen], "unmasked", alpha=MASKED)
     if positioned:
         others = [axis for axis in range(len(axes)) if axis != sequence_axis(axes)]
         writer.look_at_rows(title, seen, others, OF_POSITIONS, placed=True)
+        writer.watched = name
     elif value in inside:
         writer.look((name, MEAN_SQUARE, node.op_type), writer.flat(value), placed=True)
     elif node.op_type in BOUNDED and name not in graph.hooks:

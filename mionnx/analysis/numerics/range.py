@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mionnx.analysis.numerics.dtypes import narrow_of
 from mionnx.analysis.numerics.range_report import Massive, RangeReport, RangeRow
 from mionnx.analysis.numerics.texts_run import TextsRun
 from mionnx.bind.bound_spec import bind
+from mionnx.engine.engine import Arrays
 from mionnx.machine.progress import shown
 from mionnx.machine.typed import typed
 from mionnx.rewrite import rewrite
 from mionnx.rewrite.float_graph import FloatGraph
 from mionnx.rewrite.largest import (
-    LARGEST_OUTPUT,
-    LEAST_OUTPUT,
     MASKED,
     PLAIN_VALUE,
-    POSITION_OUTPUT,
     RANGE_OUTPUTS,
     SQUARES,
+    WATCHED_OUTPUT,
     Observation,
     largest,
 )
@@ -97,9 +94,10 @@ class Measured:
         self.text, self.position = np.zeros(count, int), np.full(count, -1)
         self._with = np.array([i for i, one in enumerate(self.observations) if one.place is not None], int)
 
-    def add(self, number: int, largest: NDArray[Any], least: NDArray[Any], position: NDArray[Any]) -> None:
+    def add(self, number: int, outputs: Arrays) -> None:
         """Take in the outputs of one text; NaN counts as infinity."""
-        most = np.nan_to_num(largest.astype(np.float64), nan=np.inf, posinf=np.inf)
+        largest, least, position = (outputs.get(name, np.zeros(0)) for name in RANGE_OUTPUTS)
+        most = np.nan_to_num(largest.astype(np.float64), nan=np.inf, posinf=np.inf, neginf=-np.inf)
         more = most > self.largest
         self.largest[more], self.text[more] = most[more], number
         self.least[self._with] = np.fmin(self.least[self._with], least)
@@ -117,12 +115,17 @@ def measure(run: TextsRun, graph: FloatGraph, products: bool = False) -> Measure
     """Run every text through a graph whose magnitudes are outputs."""
     proto, observations = largest(graph, products)
     measured = Measured(observations)
+    spoiled: list[int] = []  # texts with a NaN
     names = [name for name in RANGE_OUTPUTS if any(name == one.name for one in proto.graph.output)]
     with run.opened(proto, in_order=True) as program:
-        for number, outputs in run.run(program, names, "range"):
-            none = np.zeros(0)
-            values = (outputs.get(name, none) for name in (LARGEST_OUTPUT, LEAST_OUTPUT, POSITION_OUTPUT))
-            measured.add(number, *values)
+        for number, outputs in run.run(program, [*names, WATCHED_OUTPUT], "range"):
+            measured.add(number, outputs)
+            if np.isnan(outputs[WATCHED_OUTPUT]).any():
+                spoiled.append(number)
+    if spoiled:  # once more, to see where
+        with run.opened(largest(graph, products, nan=True)[0], in_order=True) as program:
+            for number in spoiled:
+                measured.add(number, program.run(names, run.feeds(run.calls[number])))
     return measured
 
 
@@ -132,6 +135,8 @@ def _rows(run: TextsRun, graph: FloatGraph, measured: Measured, limit: float) ->
         moved.setdefault(graph.origin(hook), []).append(hook)
     for i, one in enumerate(measured.observations):
         most = float(measured.largest[i])
+        if most == -np.inf:
+            continue  # no numbers at all, as of an empty past
         if most >= -MASKED and one.what == PLAIN_VALUE and one.value in graph.masked:
             continue  # minus infinity of a mask, or nothing but masked
         text, position = int(measured.text[i]), int(measured.position[i])

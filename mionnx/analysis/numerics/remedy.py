@@ -109,12 +109,14 @@ def true_sizes(graph: FloatGraph, measured: Measured) -> dict[str, float]:
         for number, one in enumerate(measured.observations)
         if one.what == PLAIN_VALUE and one.value not in graph.masked
     }
-    for node in graph.flow.nodes:  # numbers that are joined were looked at before
-        joined = [sizes[name] for name in map(graph.origin, node.input) if name in sizes]
-        if node.op_type == "Concat" and joined:
-            sizes.setdefault(node.output[0], max(joined))
     moved = {graph.origin(name): size for name, size in sizes.items()}
-    return {**{hook: moved[one] for hook in graph.hooks if (one := graph.origin(hook)) in moved}, **moved, **sizes}
+    hooks = {hook: moved[one] for hook in graph.hooks if (one := graph.origin(hook)) in moved}
+    known = {**hooks, **moved, **sizes}
+    for node in graph.flow.nodes:  # numbers that are joined were looked at before
+        joined = [known[name] for name in map(graph.origin, node.input) if name in known]
+        if node.op_type == "Concat" and joined:
+            known.setdefault(node.output[0], max(joined))
+    return known
 
 
 def check_bits(run: TextsRun, rescaled: FloatGraph, first: FirstRun) -> None:
