@@ -320,8 +320,9 @@ def _entries(check: Check | None, ordered: bool, value: Any) -> Any:
         value = list(islice(value, MOST_ENTRIES + 1))  # there may be no end
         if len(value) > MOST_ENTRIES:
             return REFUSED
-    looked_at = isinstance(value, (*HELD, np.ndarray))
-    refused = looked_at and check is not None and any(check(one) is REFUSED for one in value)
+    looked_at = isinstance(value, (*HELD, range, np.ndarray))
+    entries = value[:1] if isinstance(value, range) else value  # its others are integers too
+    refused = looked_at and check is not None and any(check(one) is REFUSED for one in entries)
     return REFUSED if refused else value
 
 
