@@ -208,9 +208,7 @@ def _dashboards(
                 near = low + np.flatnonzero(np.asarray(texts[low:high]) == text)
                 windows.append(tuple(_word(model, words, one_id) for one_id in ids[near].tolist()))
                 alone = LayerFeatures(one.hook, one.coder, one.scale, one.numbers[[place]])
-                row = np.full(before + after + 1, np.nan, np.float32)
-                row[: len(near)] = alone.acts(activations[one.hook][near])[:, 0]
-                values.append(row)
+                values.append(alone.acts(activations[one.hook][near])[:, 0])
                 of.append(len(raised) + place)
                 peaks.append(int(np.flatnonzero(near == token)[0]))
         rows = np.asarray(one.coder.decoder[one.numbers], np.float32).sum(axis=1)
@@ -228,7 +226,7 @@ def _dashboards(
         2.0 ** (LOWEST + np.arange(OCTAVES * QUARTERS + 1) / QUARTERS),
         np.concatenate([one.histogram for one in seen]),
         tuple(windows),
-        np.array(values, np.float32).reshape(-1, before + after + 1),
+        _side_by_side(values),
         np.array(of, np.int64),
         np.array(peaks, np.int64),
         tuple(raised),
@@ -277,3 +275,11 @@ def _resumed(path: Path | None, key: str) -> list[Seen] | None:
     for one in seen:
         one.tokens = int(one.tokens)
     return seen
+
+
+def _side_by_side(windows: Sequence[Floats]) -> Floats:
+    """Values of windows, [windows, the longest one], NaN behind the end of each."""
+    rows = np.full((len(windows), max(map(len, windows), default=0)), np.nan, np.float32)
+    for row, window in zip(rows, windows, strict=True):
+        row[: len(window)] = window
+    return rows

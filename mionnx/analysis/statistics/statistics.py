@@ -185,8 +185,9 @@ class Statistics(Brief, Stored):
         """
         spec, texts = HookSpec(), prompt_ids(model, prompts)
         real = make_token_batch(model.ids(prompts), None, None, model.hooked).real
-        limits: dict[str, Any] = {"positions": _ascending(positions, real.shape[1]), "rows": _ascending(rows)}
-        limits |= {"heads": _ascending(heads), "neurons": _ascending(neurons)}
+        limits: dict[str, Any] = {"positions": _ascending("positions", positions, real.shape[1])}
+        others = {"rows": rows, "heads": heads, "neurons": neurons}
+        limits |= {name: _ascending(name, limit) for name, limit in others.items()}
         if isinstance(points, str | HookPoint):
             points = [points]
         for hook in self.hooks if points is None else listed("points", points):
@@ -305,18 +306,18 @@ def statistics_of(
     return moments
 
 
-def _ascending(limit: Any, length: int = 0) -> Any:
+def _ascending(what: str, limit: Any, length: int = 0) -> Any:
     """Indices of a limit in ascending order, negative ones of a text of a length.
 
     A value with an entry for each index is read in the order given where a limit chooses all of them.
     """
     if limit is None or isinstance(limit, str | int | np.integer):
         return limit
-    entries = [*limit]
+    entries = listed(what, limit)
     if any(isinstance(one, str) for one in entries):
         return entries
     if not all(isinstance(one, int | np.integer) for one in entries):  # those of each row
-        return [_ascending(one, length) for one in entries]
+        return [_ascending(what, one, length) for one in entries]
     return sorted(entries, key=lambda one: one + length if one < 0 else one)
 
 
