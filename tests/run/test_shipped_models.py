@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -52,8 +51,9 @@ def test_an_installed_wheel_knows_its_models(tmp_path):
     (wheel,) = (tmp_path / "dist").glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     for name in NAMES:
-        shipped = {path.name for path in (REPOSITORY / "models" / name).iterdir()}
-        assert {Path(found).name for found in names if found.startswith(f"mionnx/shipped/{name}/")} == shipped
+        folder, place = REPOSITORY / "models" / name, f"mionnx/shipped/{name}/"
+        shipped = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+        assert {found.removeprefix(place) for found in names if found.startswith(place)} == shipped
     assert {"mionnx/py.typed", "mionnx/engine/web.mjs", "exporters/rwkv/__init__.py"} <= set(names)
     files = [path for path in (REPOSITORY / "mionnx" / "playground").rglob("*") if path.is_file()]
     page = {path.relative_to(REPOSITORY).as_posix() for path in files if path.suffix != ".pyc"}
