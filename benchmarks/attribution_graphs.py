@@ -29,7 +29,7 @@ HERE = Path(__file__).parent
 REQUIREMENTS = ["circuit-tracer==0.5.0"]
 REST = 0.5  # seconds between runs: threads of the other program spin for 0.2 behind its last product
 TEXT = "Mary and John went to the store and John gave a drink to"
-CASES = [  # features of a layer last
+CASES: list[tuple[str, str, str, int]] = [  # features of a layer last
     ("world-llama", "plt", "blocks.{}.mlp.hook_pre", 384),
     ("world-llama", "jump_skip", "blocks.{}.mlp.hook_pre", 384),
     ("world-llama", "clt", "blocks.{}.hook_resid_mid", 384),
@@ -247,7 +247,7 @@ def main() -> None:
     python, rows = python_of(options.environment, REQUIREMENTS), []
     for number in options.cases:
         with tempfile.TemporaryDirectory() as temporary:
-            rows.append(row(*CASES[number], Path(temporary), python, options))
+            rows.append(row(CASES[number], Path(temporary), python, options))
         print(*rows[-1], sep=" | ", flush=True)
     columns = ["model, transcoders, what they read", "active features", "largest difference; worst row"]
     columns += ["nodes, edges that differ", "files differ", "mionnx, s", "circuit-tracer, s (batch)", "times"]
@@ -261,14 +261,13 @@ def main() -> None:
     present("attribution_graphs", "Attribution graphs", title, [(columns, rows)], options.save, notes=notes)
 
 
-def row(
-    name: str, kind: str, hook: str, features: int, temporary: Path, python: Path, options: argparse.Namespace
-) -> list[str]:
+def row(case: tuple[str, str, str, int], temporary: Path, python: Path, options: argparse.Namespace) -> list[str]:
     """One case, compared and timed."""
     from transcoder_files import write_set
 
     from mionnx import MIModel, TranscoderSet
 
+    name, kind, hook, features = case
     folder, coders = HERE.parent / "models" / name, temporary / "coders"
     source = str(folder) if folder.is_dir() else name
     model = MIModel.from_pretrained(source, threads=options.threads)

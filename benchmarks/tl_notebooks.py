@@ -163,7 +163,8 @@ def both(kept: Path, book: Path) -> dict[str, Any]:
             found["apart"].append([number, f"prints {said}"])
         files = [kept / engine / book.stem / f"{number}.npz" for engine in ENGINES]
         if all(file.exists() for file in files):
-            apart = compare(*files, TOLERANCE, signs=book.stem not in REFACTORED)
+            theirs, ours = files
+            apart = compare(theirs, ours, TOLERANCE, signs=book.stem not in REFACTORED)
             found["compared"] += apart.compared
             found["largest"] = max(found["largest"], apart.largest)
             found["apart"] += [[number, f"{name} by {by:.2g}"] for name, by in apart.names]

@@ -13,7 +13,7 @@ mypy_path = {benchmarks}
 ignore_missing_imports = True
 [mypy-mionnx.*,exporters.*]
 follow_imports = silent
-[mypy-torch.*,transformers.*,transformer_lens.*,sae_lens.*,datasets.*,ray.*,optimum.*,scipy.*,sklearn.*,matplotlib.*]
+[mypy-torch.*,transformers.*,transformer_lens.*,sae_lens.*,datasets.*,ray.*,optimum.*,scipy.*,sklearn.*,matplotlib.*,IPython.*]
 follow_imports = skip
 """
 CALLS = "[call-arg]"  # too few or too many arguments, or a name that no parameter has
