@@ -38,7 +38,7 @@ from mionnx.spec.hook_choice import HookChoice
 from mionnx.spec.hook_spec import HookSpec
 from mionnx.spec.kinds import KINDS
 
-OFFERED = ("Embed", "ResidPre", "AttnScores", "AttnZ", "AttnOut", "ResidMid", "MlpOut", "ResidPost")
+OFFERED = ("Embed", "ResidPre", "AttnScores", "AttnZ", "AttnOut", "SsmOut", "ResidMid", "MlpOut", "ResidPost")
 AFFINE = ("add", "replace", "scale", "zero")
 MASK_KINDS = ("add", "knockout")  # kinds at scores
 EXTRA = ("clamp", "project_out")

@@ -189,9 +189,8 @@ class LocalModel:
             return Prefixes([(length, constants), *((n, computed(n)) for n in (length - 1, length - 2))])
 
         length, cut = len(ids), None
-        if (
-            constants and PASSES < length > end
-        ):  # a shorter text always as computed: its bits are not to depend on others
+        # a text of few tokens always as computed: its bits are not to depend on what ran before
+        if constants and PASSES < length > end:
             cut = self.ways.prefixes(self._forward_key(), seen).cut(constants, length, end)
         return cut or computed(end)
 
