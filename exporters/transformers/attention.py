@@ -4,7 +4,7 @@ Every family that goes through transformers' `AttentionInterface` computes its s
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from inspect import signature
@@ -271,13 +271,10 @@ class TappedCache(DynamicCache):
             return key_states, value_states
         return self.taps.keep(key_states, value_states, layer_idx)
 
-    def present(self) -> list[tuple[Tensor, ...]]:
-        """What each layer of the pass carries on; keys and values are of no head in one with those of another."""
+    def present(self, layers: Iterable[int]) -> list[tuple[Tensor, ...]]:
+        """What layers carry on: keys and values of no head in one with those of another, nothing of an MLP alone."""
         taps = self.taps
-        return [
-            (*(self._read(i) if i in taps.read else ()), *taps.carried.get(i, ()))
-            for i in sorted({*taps.read, *taps.carried})
-        ]
+        return [(*(self._read(i) if i in taps.read else ()), *taps.carried.get(i, ())) for i in layers]
 
     def _read(self, layer: int) -> tuple[Tensor, Tensor]:
         key, value = self.taps.read[layer]

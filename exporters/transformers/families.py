@@ -279,6 +279,9 @@ FAMILIES: dict[str, Layout | Callable[[Any], Layout]] = {
         down="Wo",
     ),
     "nanochat": FC,
+    "nemotron_h": replace(
+        PLAIN_MLP, attention="mixer", recurrent="mixer", mlp="mixer", middle=None, final_norm="model.norm_f"
+    ),
     "openai-gpt": replace(
         GPT2,
         positions="transformer.positions_embed",

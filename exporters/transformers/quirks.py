@@ -21,6 +21,7 @@ from exporters.transformers.experts import in_order, mix_heads, tap_own_experts,
 from exporters.transformers.recurrent_quirks import (
     LightningAttention,
     LinearUnits,
+    OneHalf,
     SelectiveHeads,
     SharedBlocks,
     SideBySide,
@@ -300,6 +301,7 @@ QUIRKS = {
     ),
     "minimax": Quirk(LightningAttention, "weighs the normed stream and what joins it, and has a cache of its own"),
     "mobilebert": Quirk(Bottlenecks, "computes attention and four MLPs on a narrower stream inside of each layer"),
+    "nemotron_h": Quirk(OneHalf, "has blocks of one half each: a mixer, attention, an MLP or experts"),
     "openai-gpt": Quirk(AddedCache, "knows no past: transformers computes every text from its first token on"),
     "recurrent_gemma": Quirk(
         LinearUnits, "keeps its states in its modules, and forgets them in calls of several tokens"

@@ -117,6 +117,22 @@ class SideBySide(Attachment):
         """Nothing: a block's forward is written anew."""
 
 
+class OneHalf(Attachment):
+    """Taps on blocks of one half each: a mixer, attention, or an MLP."""
+
+    def attends(self, block: Any) -> bool:
+        return bool(block.block_type == "full_attention")
+
+    def block(self, i: int, block: Any) -> None:
+        if block.block_type in ("mlp", "moe"):
+            self.stream_before(i, block)
+            self.mlp(i, block)
+            self.second_addition(i, block)
+            self.stream_after(i, block)
+        else:
+            Attachment(self.model, replace(self.layout, mlp=None), self.taps, self.stack).block(i, block)
+
+
 class SharedBlocks(Attachment):
     """Taps on a transformer block in front of a mixer, which reads the stream and what the block gives.
 

@@ -43,6 +43,9 @@ SETTINGS: dict[str, tuple[tuple[str, Any, str], ...]] = {
         ("use_bottleneck", True, "has layers without bottlenecks"),
         ("trigram_input", True, "embeds tokens without those beside them"),
     ),
+    "nemotron_h": (
+        ("moe_latent_size", None, "has experts on a narrower stream, whose outputs are no part of the stream"),
+    ),
     "squeezebert": (("post_attention_groups", 1, "projects the outputs of its heads in groups"),),
     "xlm": XLM,
 }
@@ -69,7 +72,6 @@ REASONS = {
     "longformer": "attends within windows in chunks, so that no pattern is a softmax over all tokens",
     "markuplm": "reads tags of a page besides tokens, for which a hooked model has no input",
     "mra": APPROXIMATE,
-    "nemotron_h": "has blocks of one half each, a mixer, attention or an MLP, with no stream between attention and MLP",
     "nystromformer": APPROXIMATE,
     "perceiver": "reads bytes into a fixed number of latents",
     "qwen4_exp_text": STREAMS,

@@ -134,7 +134,8 @@ class Cached(nn.Module):
         with attached(self.model, cache.taps):
             output = self.model(input_ids=input_ids, **tokens, **{self.word: cache}, use_cache=True)
             logits = cache.taps.at(HookPoint.Logits, output.logits)
-        return logits, cache.present()
+        every = range(len([*submodule(self.model, self.layout.blocks).children()]) * self.layout.layers)
+        return logits, cache.present(every if self.layers is None else self.layers)
 
     def _pasts(self, past: list[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
         """What every layer carries; nobody asks those that are passed over."""

@@ -247,7 +247,7 @@ def test_a_client_runs_other_families(family, layout, models, generated, tmp_pat
 HYBRIDS = [("lfm2", layout, None) for layout in ("genai", "transformers.js")]
 SLOW_HYBRIDS = [
     (one, layout, None)
-    for one in ("falcon_h1", "granitemoehybrid", "qwen3_5_text", "zamba2")
+    for one in ("falcon_h1", "granitemoehybrid", "nemotron_h", "qwen3_5_text", "zamba2")
     for _, layout, _ in HYBRIDS
 ]
 SLOW_HYBRIDS += [(one, layout, "float16") for one in ("lfm2", "qwen3_5_text") for _, layout, _ in HYBRIDS]

@@ -173,7 +173,7 @@ def test_generation_is_transformers_greedy_one(family, made):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["falcon_h1", "mamba2", "minimax", "qwen3_5_text", "zamba", "zamba2"])
+@pytest.mark.parametrize("family", ["falcon_h1", "mamba2", "minimax", "nemotron_h", "qwen3_5_text", "zamba", "zamba2"])
 def test_a_token_knocked_out_of_the_states_writes_nothing(family, made):
     model, reference = made(family)
     ids = ids_of(5, 10)
@@ -189,7 +189,7 @@ def test_a_token_knocked_out_of_the_states_writes_nothing(family, made):
     assert off(model.forward(ids, spec).output(), expected) < TOLERANCE
 
 
-SLOW = ("falcon_h1", "mamba2", "minimax", "qwen3_5_text", "zamba2")
+SLOW = ("falcon_h1", "mamba2", "minimax", "nemotron_h", "qwen3_5_text", "zamba2")
 some = pytest.mark.parametrize("family", ["lfm2", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 
 

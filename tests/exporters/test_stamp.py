@@ -39,6 +39,7 @@ DEEP: dict[str, dict[str, Any]] = {
     "smollm3": {**TINY, "num_hidden_layers": 6},
     "zamba2": {**RECURRENT["zamba2"], "num_hidden_layers": 8, "layers_block_type": [*BLOCKS, *BLOCKS]},
     "falcon_h1": RECURRENT["falcon_h1"],
+    "nemotron_h": {**RECURRENT["nemotron_h"], "layers_block_type": [*RECURRENT["nemotron_h"]["layers_block_type"]] * 2},
     "cohere2": {**TINY, "num_hidden_layers": 6},
     **{family: {**LINES, "n_layer": 3, "rotary_dim": 8} for family in ("gptj", "ctrl", "openai-gpt")},
     "falcon": {**NO_GROUPS, "num_hidden_layers": 3},

@@ -23,7 +23,10 @@ from mionnx import Intervention, MIModel
 from mionnx.spec.kinds import KINDS
 
 FAMILIES = ("llama", "gpt2", "gemma2", "rwkv7", "bert", "lfm2")
-HYBRIDS = ("lfm2", "qwen3_5_text", "mamba2", "mamba", "bamba", "recurrent_gemma", "zamba2", "zamba", "falcon_h1")
+HYBRIDS = (
+    *("lfm2", "qwen3_5_text", "mamba2", "mamba", "bamba", "recurrent_gemma", "zamba2", "zamba", "falcon_h1"),
+    "nemotron_h",
+)
 OTHERS = ("qwen3", "mistral", "qwen2", "phi3", "olmo2", "gpt_neox", "rwkv6", "modernbert", *HYBRIDS[1:])
 ENCODERS = ("bert", "modernbert")
 MOST_REFUSED = 0.3  # of the specs: more, and the rest would say little

@@ -18,6 +18,7 @@ def logits_in_calls(model: MIModel, graph: Path, ids: np.ndarray, calls: Iterabl
     for start, stop in calls:
         feeds = {"input_ids": ids[None, start:stop], "attention_mask": np.ones((1, stop), np.int64)}
         feeds |= {"position_ids": np.arange(start, stop)[None], **past}
+        feeds = {one.name: feeds[one.name] for one in session.get_inputs()}  # some read no positions
         found = dict(zip(names, session.run(None, feeds), strict=True))
         logits.append(found["logits"])
         past = {port.past: found[port.present] for port in model.hooked.metadata.ports}

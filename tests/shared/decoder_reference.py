@@ -38,6 +38,8 @@ class Decoder:
 
     @property
     def layers(self) -> int:
+        if self.family == "nemotron_h":
+            return len(self.config["layers_block_type"])
         return self.config["n_layer" if self.family == "gpt2" else "num_hidden_layers"]
 
     def run(self, ids: list[int], see: See, keys: Sequence[int] = ()) -> Tensor:

@@ -1,6 +1,6 @@
 """Small hybrids in float64, one whole text at a time, every hook point by name.
 
-Mamba, Mamba-2, Bamba, Falcon-H1, Zamba, Zamba2, MiniMax, Qwen3.5's text model, LFM2 and RecurrentGemma.
+Mamba, Mamba-2, Bamba, Falcon-H1, Nemotron-H, Zamba, Zamba2, MiniMax, Qwen3.5's text model, LFM2 and RecurrentGemma.
 
 As `decoder_reference.py`, whose attention and norms it has: written from the papers and the checkpoint's own names. A
 recurrence goes token by token; its state is handed out where a call or a step ends, and may come back changed.
@@ -46,6 +46,7 @@ class Hybrid(Decoder):
         layer = {
             "mamba": self._mamba,
             "mamba2": self._mamba,
+            "nemotron_h": self._one_half,
             "bamba": self._bamba,
             "falcon_h1": self._side_by_side,
             "minimax": self._minimax,
@@ -71,8 +72,8 @@ class Hybrid(Decoder):
 
     @property
     def _alone(self) -> bool:
-        """Whether a layer is a mixer and nothing else."""
-        return self.family in ("mamba", "mamba2")
+        """Whether a layer is one half of another's."""
+        return self.family in ("mamba", "mamba2", "nemotron_h")
 
     @property
     def _embeddings(self) -> Tensor:
@@ -90,6 +91,50 @@ class Hybrid(Decoder):
         at = f"backbone.layers.{i}"
         mix = self._selective_scan if self.family == "mamba" else self._state_space
         return x + mix(i, self._rms_norm(x, f"{at}.norm"), f"{at}.mixer", see)
+
+    def _one_half(self, i: int, x: Tensor, see: See) -> Tensor:
+        """A mixer, attention without positions, an MLP, or experts."""
+        at, kind = f"backbone.layers.{i}.mixer", self.config["layers_block_type"][i]
+        inner = self._rms_norm(x, f"backbone.layers.{i}.norm")
+        if kind == "linear_attention":
+            return x + self._state_space(i, inner, at, see)
+        if kind == "full_attention":
+            q, k, v = (
+                self._linear(inner, f"{at}.{name}_proj").unflatten(-1, (-1, self.config["head_dim"])) for name in "qkv"
+            )
+            return x + self._mixed_heads(i, (q, k, v), f"{at}.o_proj", see)
+        where = f"blocks.{i}.mlp"
+        inner = see(f"{where}.hook_pre", inner)
+        added = self._squared(inner, at if kind == "mlp" else f"{at}.shared_experts", where, see)
+        added = added if kind == "mlp" else added + self._scored_experts(inner, at, where, see)
+        return x + see(f"blocks.{i}.hook_mlp_out", see(f"{where}.hook_post", added))
+
+    def _squared(self, x: Tensor, at: str, where: str, see: See) -> Tensor:
+        """An MLP whose neurons are squares of what is above 0."""
+        up = see(f"{where}.hook_up", self._linear(x, f"{at}.up_proj"))
+        return self._linear(see(f"{where}.hook_act", up.clamp(min=0) ** 2), f"{at}.down_proj")
+
+    def _scored_experts(self, x: Tensor, at: str, where: str, see: See) -> Tensor:
+        """The experts that each token chooses, by scores of their own, weighed by their share in these."""
+        logits = see(f"{where}.hook_router_logits", self._linear(x, f"{at}.gate"))
+        scores = torch.sigmoid(logits)
+        chosen = (scores + self.tensors[f"{at}.gate.e_score_correction_bias"]).topk(self.config["num_experts_per_tok"])
+        chosen = see(f"{where}.hook_expert_indices", chosen.indices).long()
+        weights = scores.gather(-1, chosen)
+        weights = self.config["routed_scaling_factor"] * weights / weights.sum(-1, keepdim=True)
+        weights = see(f"{where}.hook_expert_weights", weights)
+        up = see(
+            f"{where}.hook_expert_up", self._products(x[:, None].expand(-1, chosen.shape[1], -1), chosen, at, "up_proj")
+        )
+        act = see(f"{where}.hook_expert_act", up.clamp(min=0) ** 2)
+        out = self._products(act, chosen, at, "down_proj")
+        return see(f"{where}.hook_expert_out", weights[..., None] * out).sum(1)
+
+    def _products(self, x: Tensor, chosen: Tensor, at: str, name: str) -> Tensor:
+        """[seq, chosen, ...] by the matrix of each chosen expert."""
+        count = 1 + max(int(one.split(".experts.")[1].split(".")[0]) for one in self.tensors if f"{at}.experts." in one)
+        matrices = torch.stack([self.tensors[f"{at}.experts.{one}.{name}.weight"] for one in range(count)])
+        return torch.einsum("tci,tcoi->tco", x, matrices[chosen])
 
     def _bamba(self, i: int, x: Tensor, see: See) -> Tensor:
         at = f"model.layers.{i}"
@@ -165,10 +210,7 @@ class Hybrid(Decoder):
             .transpose(0, 1)
             for name in "qkv"
         )
-        if self.family == "zamba":  # which knows no positions
-            q, k, v = (see(f"{block}.attn.hook_{name}", one) for name, one in zip("qkv", (q, k, v), strict=True))
-        else:
-            q, k, v = self._seen_heads(block, q, k, v, see)
+        q, k, v = self._seen_heads(block, q, k, v, see)
         mixed = self._attend(i, q * 2**0.5, k, v, see)  # as heads of half their size are scaled
         out = self._linear(mixed.flatten(1), f"{attention}.o_proj")
         inner = see(f"{block}.mlp.hook_pre", self._rms_norm(out, f"{at}.pre_ff_layernorm"))
@@ -233,6 +275,7 @@ class Hybrid(Decoder):
         names = {
             **dict.fromkeys(("bamba", "falcon_h1"), ("mamba_n_groups", "mamba_d_state")),
             "zamba2": ("mamba_ngroups", "mamba_d_state"),
+            "nemotron_h": ("n_groups", "ssm_state_size"),
         }
         groups, size = (self.config[name] for name in names.get(self.family, ("n_groups", "state_size")))
         heads = len(z[f"{at}.A_log"])
@@ -245,7 +288,7 @@ class Hybrid(Decoder):
         mixed = torch.cat(conv, -1)
         mixed = see(f"{where}.hook_conv", silu(self._convolved(i, mixed, f"{at}.conv1d")))
         value, k, q = mixed.split([width, groups * size, groups * size], -1)
-        least = self.config["time_step_min"] if self.family == "zamba2" else 0
+        least = self.config["time_step_min"] if self.family in ("zamba2", "nemotron_h") else 0
         dt = see(f"{where}.hook_dt", softplus(dt + z[f"{at}.dt_bias"]).clamp(min=least))
         q, k = (one.unflatten(-1, (groups, -1)).repeat_interleave(heads // groups, 1) for one in (q, k))
         value = value.unflatten(-1, (heads, -1))
@@ -344,22 +387,21 @@ class Hybrid(Decoder):
 
     def _experts(self, i: int, x: Tensor, at: str, see: See) -> Tensor:
         """The experts that each token chooses, weighed by its softmax over these."""
-        where, count = f"blocks.{i}.mlp", self.config["num_local_experts"]
+        where = f"blocks.{i}.mlp"
         x = see(f"{where}.hook_pre", x)
         logits = see(f"{where}.hook_router_logits", self._linear(x, f"{at}.gate"))
         weights, chosen = torch.softmax(logits, -1).topk(self.config["num_experts_per_tok"], -1)
         chosen = see(f"{where}.hook_expert_indices", chosen).long()
         weights = see(f"{where}.hook_expert_weights", weights / weights.sum(-1, keepdim=True))
-
-        def product(x: Tensor, name: str) -> Tensor:
-            """[seq, chosen, ...] by the matrix of each chosen expert."""
-            matrices = torch.stack([self.tensors[f"{at}.experts.{one}.{name}.weight"] for one in range(count)])
-            return torch.einsum("tci,tcoi->tco", x, matrices[chosen])
-
-        read = x[:, None].expand(-1, chosen.shape[1], -1)
-        gate, up = (see(f"{where}.hook_expert_{name}", product(read, w)) for name, w in (("gate", "w1"), ("up", "w3")))
-        out = product(see(f"{where}.hook_expert_act", silu(gate) * up), "w2")
+        read, names = x[:, None].expand(-1, chosen.shape[1], -1), {"gate": "w1", "up": "w3"}
+        gate, up = (
+            see(f"{where}.hook_expert_{what}", self._products(read, chosen, at, name)) for what, name in names.items()
+        )
+        out = self._products(see(f"{where}.hook_expert_act", silu(gate) * up), chosen, at, "w2")
         return see(f"{where}.hook_expert_out", weights[..., None] * out).sum(1)
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        return x if self.family in ("zamba", "nemotron_h") else super()._rotated(x)
 
     def _mixed_heads(
         self, i: int, parts: tuple[Tensor, ...], out: str, see: See, gate: Tensor | None = None, factor: float = 1.0

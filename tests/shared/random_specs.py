@@ -282,7 +282,8 @@ class DrawSpec:
 
     def edits(self) -> list[Edit]:
         """A few interventions, some of them at one hook point."""
-        points = [point for point in self.draw.points if not point.derived]
+        # numbers of experts are replaced by others, and take no other kind
+        points = [point for point in self.draw.points if not point.derived and point.short != "expert_indices"]
         found: list[Edit] = []
         for _ in range(self.rng.randint(0 if self.draw.states else 1, 4)):
             again = found and self.chance(0.25)

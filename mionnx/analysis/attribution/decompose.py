@@ -35,6 +35,8 @@ def input_of(hooked: HookedModel, layer: int, mlp_input: bool) -> str:
         if mlp_input:
             raise InputError(f"mlp_input: there is no MLP in layer {count}, which means the end of the stream")
         return str(HookPoint.ResidPost(count - 1))
+    if mlp_input and str(HookPoint.MlpOut(layer)) not in hooked.metadata.hooks:
+        raise InputError(f"mlp_input: layer {layer} of {hooked.metadata.family} has no MLP")
     middle = str(HookPoint.ResidMid(layer))
     return middle if mlp_input and middle in hooked.metadata.hooks else str(HookPoint.ResidPre(layer))
 

@@ -228,16 +228,16 @@ class CircuitRun:
         senders = _numbers(self.nodes.senders, str(HookPoint.Embed))
         self._write(senders, np.repeat(embedding[None, None], len(self.masks), axis=0))
         for layer in range(self.nodes.layers):
-            mixer, heads = layer in self.nodes.mixers, self.nodes.heads_point(layer)
-            read = self._mixer_writes(layer) if mixer else self._heads_read(layer)
-            neurons = layer in self.nodes.mlps
-            if neurons and self.nodes.parallel:  # the MLP does not read what the attention of its layer writes
+            heads, neurons = self.nodes.heads_point(layer), layer in self.nodes.mlps
+            # What both halves of a parallel layer read is what neither has written yet.
+            read = self._first_half(layer)
+            if neurons and self.nodes.parallel:
                 changes = self._mlp_changes(layer)
-            if heads is None:
+            if heads is not None and read is not None:
+                self._write_heads(layer, heads, read)
+            elif read is not None:
                 out = str(HookPoint.AttnOut(layer))
                 self._write(_numbers(self.nodes.senders, out), (read - self.values.of(out, CORRUPTED))[:, None])
-            else:
-                self._write_heads(layer, heads, read)
             if neurons:
                 changes = changes if self.nodes.parallel else self._mlp_changes(layer)
                 self._write(_numbers(self.nodes.senders, str(HookPoint.MlpOut(layer))), changes[:, None])
@@ -278,6 +278,12 @@ class CircuitRun:
         if self.nodes.normed:
             return composed(self.parts, self.values, CORRUPTED, stage, rows, self.writes), which
         return np.concatenate(streams), which
+
+    def _first_half(self, layer: int) -> Floats | None:
+        """What a layer's heads read or its mixer writes; None of an MLP alone."""
+        if layer in self.nodes.mixers:
+            return self._mixer_writes(layer)
+        return self._heads_read(layer) if layer in self.nodes.attends else None
 
     def _heads_read(self, layer: int) -> Floats:
         """Values that heads read, by their queries and keys, [circuits, seq, n_heads, head_dim]."""

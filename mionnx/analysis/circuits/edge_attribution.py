@@ -258,8 +258,7 @@ def _feeding(moving: str) -> set[str]:
 def _read_back(parts: Parts, cache: HookCache, rules: str, idle: set[str]) -> Iterator[tuple[Receives, Gradient]]:
     """The gradients by the streams as each receiver reads them, [steps or 1, seq, hidden]; `idle`: 0, and left out."""
     nodes, grad = parts.nodes, cast(HookCache, cache.grad)
-    layers = range(nodes.layers)
-    attending = [layer for layer in layers if layer not in nodes.mixers and str(HookPoint.AttnQ(layer)) not in idle]
+    attending = [layer for layer in sorted(nodes.attends) if str(HookPoint.AttnQ(layer)) not in idle]
     split = _split(parts, cache, rules, _attended(nodes, {node.hook for node in nodes.receivers} - idle))
     for variant in ROLES if attending else ():
         hooks = {str(getattr(HookPoint, variant)(layer)): nodes.stream(2 * layer) for layer in attending}

@@ -107,9 +107,9 @@ def write_importances(costs: Scores, inside: NDArray[np.bool_], path: Path, mode
 
 def _refuse_other_layers(model: Runner, nodes: Nodes) -> None:
     """Refuse a model with layers that the files have no names for: they name heads and an MLP in each."""
-    other = next((i for i in range(nodes.layers) if i in nodes.mixers or i not in nodes.mlps), None)
+    other = next((i for i in range(nodes.layers) if i not in nodes.attends or i not in nodes.mlps), None)
     if other is not None:
-        kind = "a recurrent mixer" if other in nodes.mixers else "no MLP"
+        kind = "a recurrent mixer" if other in nodes.mixers else "no MLP" if other in nodes.attends else "no attention"
         raise InputError(f"layer {other} of {model.hooked.name} has {kind}: EAP-IG's files are of heads and MLPs")
 
 

@@ -67,9 +67,8 @@ def captures(nodes: Nodes) -> list[str]:
     names = [str(HookPoint.ResidPre(0))]
     for layer in range(nodes.layers):
         heads = nodes.heads_point(layer)
-        names += [*([heads] if heads else []), str(HookPoint.AttnOut(layer))]
+        names += [*([heads] if heads else []), *nodes.outputs(layer)]
         names += [nodes.stream(stage) for stage in {2 * layer, nodes.mlp_stage(layer), 2 * layer + 2}]
-        names += [str(HookPoint.MlpOut(layer))] if layer in nodes.mlps else []
         names += [nodes.sum_point(half) for half in (2 * layer, 2 * layer + 1)] if nodes.normed else []
     return [*dict.fromkeys(names)]
 
@@ -86,13 +85,12 @@ def node_values(model: Runner, nodes: Nodes, pair: Pair, also: Sequence[str] = (
 def _refuse_other_sums(model: Runner, nodes: Nodes, values: NodeValues) -> None:
     """Refuse a stream that is scaled, or added to otherwise."""
     for layer in range(nodes.layers):
-        pre, out, mlp = (str(point(layer)) for point in (HookPoint.ResidPre, HookPoint.AttnOut, HookPoint.MlpOut))
-        mid, post = nodes.stream(2 * layer + 1), nodes.stream(2 * layer + 2)
+        pre, mid, post = (nodes.stream(2 * layer + later) for later in range(3))
+        added = nodes.outputs(layer)
         if nodes.normed:
-            ends = {nodes.sum_point(2 * layer): [pre, out], nodes.sum_point(2 * layer + 1): [mid, mlp]}
+            ends = {nodes.sum_point(2 * layer): [pre, added[0]], nodes.sum_point(2 * layer + 1): [mid, added[1]]}
         else:
-            own = [mlp] if layer in nodes.mlps else []
-            ends = {post: [pre, out, *own]} if nodes.parallel else {mid: [pre, out], post: [mid, *own]}
+            ends = {post: [pre, *added]} if nodes.parallel else {mid: [pre, added[0]], post: [mid, *added[1:]]}
         for end, parts in ends.items():
             value, expected = values.of(end, 0), sum(values.of(name, 0) for name in parts)
             if np.abs(value - expected).max() > OFF * np.abs(value).max():

@@ -57,6 +57,7 @@ class Nodes:
     layers: int
     parallel: bool  # whether attention and MLP of a layer read the same stream, or there is one of the two
     mlps: frozenset[int]  # layers with an MLP
+    attends: frozenset[int] = frozenset()  # layers with attention
     mixers: frozenset[int] = frozenset()  # layers with a recurrent mixer in the place of attention
     headed: frozenset[int] = frozenset()  # those of them whose mixer has heads
     normed: bool = False  # whether the stream is normed after each addition
@@ -69,9 +70,14 @@ class Nodes:
 
     def heads_point(self, layer: int) -> str | None:
         """The hook point of what a layer's heads write; None of a mixer without heads."""
-        if layer not in self.mixers:
+        if layer in self.attends:
             return str(HookPoint.AttnZ(layer))
         return str(HookPoint.SsmZ(layer)) if layer in self.headed else None
+
+    def outputs(self, layer: int) -> list[str]:
+        """The hook points of what a layer's halves add, of one or both."""
+        first, second = str(HookPoint.AttnOut(layer)), str(HookPoint.MlpOut(layer))
+        return [*([first] if layer in self.attends | self.mixers else []), *([second] if layer in self.mlps else [])]
 
     @property
     def with_heads(self) -> dict[int, str]:
@@ -116,9 +122,10 @@ def all_nodes(model: HookedModel, ungrouped: bool = False) -> Nodes:
         refuse_normed_stream(model, "edges between nodes")
     mixers = frozenset(i for i in range(layers) if str(HookPoint.SsmPre(i)) in model.metadata.hooks)
     headed = frozenset(i for i in mixers if _has_heads(model, str(HookPoint.SsmZ(i))))
+    attends = frozenset(i for i, layer in enumerate(model.metadata.layers) if layer.attention) - mixers
     mlps = frozenset(i for i in range(layers) if str(HookPoint.MlpOut(i)) in model.metadata.hooks)
     final = str(HookPoint.ResidPost(layers - 1) if normed else HookPoint.FinalNorm)
-    _refuse_inseparable(model, _ways(layers, parallel, mlps, mixers, headed, final))
+    _refuse_inseparable(model, _ways(layers, parallel, mlps, attends, mixers, headed, final))
     senders = [Node("embed", str(HookPoint.Embed), None, 0)]
     receivers: list[Node] = []
     shared: dict[str, int] = {}
@@ -132,7 +139,7 @@ def all_nodes(model: HookedModel, ungrouped: bool = False) -> Nodes:
             else:
                 senders.append(Node(f"r{layer}", str(HookPoint.AttnOut(layer)), None, stage))
             receivers.append(Node(f"r{layer}", str(HookPoint.SsmPre(layer)), None, 2 * layer))
-        else:
+        elif layer in attends:
             senders += [Node(f"a{layer}.h{head}", z, head, stage) for head in range(_heads(model, z))]
             groups = _groups(model, layer) if ungrouped else {}
             receivers += _attention(model, layer, groups)
@@ -141,7 +148,7 @@ def all_nodes(model: HookedModel, ungrouped: bool = False) -> Nodes:
             senders.append(Node(f"m{layer}", str(HookPoint.MlpOut(layer)), None, 2 * layer + 2))
             receivers.append(Node(f"m{layer}", str(HookPoint.MlpPre(layer)), None, 2 * layer + 1 - parallel))
     receivers.append(Node("logits", final, None, 2 * layers))
-    return Nodes(tuple(senders), tuple(receivers), layers, parallel, mlps, mixers, headed, normed, shared)
+    return Nodes(tuple(senders), tuple(receivers), layers, parallel, mlps, attends, mixers, headed, normed, shared)
 
 
 def _has_heads(model: HookedModel, z: str) -> bool:
@@ -176,6 +183,7 @@ def _ways(
     layers: int,
     parallel: bool,
     mlps: frozenset[int],
+    attends: frozenset[int],
     mixers: frozenset[int],
     headed: frozenset[int],
     final: str,
@@ -190,7 +198,7 @@ def _ways(
             yield mixed, (pre,)
             yield from ((one, (mixed,)) for one in heads)
             yield out, heads or (mixed,)
-        else:
+        elif layer in attends:
             yield from ((one, (pre,)) for one in (q, k, v))
             yield z, (q, k, v)
             yield out, (z,)
@@ -199,7 +207,8 @@ def _ways(
         if layer in mlps:
             yield into, (middle,)
             yield mlp, (into,)
-        ends = (pre, out) if parallel else (mid,)
+        first = (out,) if layer in attends | mixers else ()
+        ends = (pre, *first) if parallel else (mid,)
         yield post, (*ends, mlp) if layer in mlps else ends
         if layer + 1 < layers:
             yield str(HookPoint.ResidPre(layer + 1)), (post,)

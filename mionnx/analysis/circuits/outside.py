@@ -64,10 +64,10 @@ class Outside:
             written[str(HookPoint.AttnOut(layer))] = out[0]
         written[nodes.stream(0)] = stream = _positions(values) + written[EMBED_HOOK]
         for layer in range(nodes.layers):
-            attended = stream + written[str(HookPoint.AttnOut(layer))]
-            if not nodes.parallel:
-                written[nodes.stream(2 * layer + 1)] = attended
-            stream = attended + written[str(HookPoint.MlpOut(layer))] if layer in nodes.mlps else attended
+            for half, added in enumerate(nodes.outputs(layer), 1):
+                stream = stream + written[added]
+                if half == 1 and not nodes.parallel:
+                    written[nodes.stream(2 * layer + 1)] = stream
             written[nodes.stream(2 * layer + 2)] = stream
         both = {name: np.stack([values.of(name, 0), value]) for name, value in written.items()}
         return NodeValues(both, values.logits)
