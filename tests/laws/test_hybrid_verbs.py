@@ -26,7 +26,16 @@ def test_a_sweep_an_attribution_and_a_lens_are_those_of_single_passes(model):
         logits = model.forward(CORRUPTED, HookSpec().intervene(points[layer], patch)).output()[0, -1]
         assert swept.values[layer, position] == pytest.approx(float(logits[5] - logits[9]), abs=TOLERANCE)
     logits = clean.output()[0, -1]
-    assert model.attribute(CLEAN, 5, 9).total == pytest.approx(float(logits[5] - logits[9]), abs=1e-3)
+    found = model.attribute(CLEAN, 5, 9)
+    assert found.total == pytest.approx(float(logits[5] - logits[9]), abs=1e-3)
+    heads = found.heads  # those of the layer that attends
+    assert np.isnan(heads).tolist() == [[layer != 1] * 4 for layer in range(3)]
+    assert heads[1].tolist() == [found[f"L1H{head}"] for head in range(4)]
+    shares = model.forward(CLEAN, HookSpec().capture(HookPoint.AttnResult(1)))[HookPoint.AttnResult(1)][0, -1]
+    ends = model.forward(CLEAN, HookSpec().capture([HookPoint.ResidPost(2), HookPoint.FinalNorm]))
+    scale = ends[HookPoint.FinalNorm][0, -1] / ends[HookPoint.ResidPost(2)][0, -1]  # of a norm without a bias
+    direction = scale * (model.weights.W_U[:, 5] - model.weights.W_U[:, 9])
+    np.testing.assert_allclose(heads[1], shares @ direction, atol=TOLERANCE)
     assert model.logit_lens(CLEAN).answers[-1] == logits.argmax()
 
 

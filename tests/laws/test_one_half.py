@@ -41,7 +41,10 @@ def test_the_stream_is_the_sum_of_what_layers_add(model):
     end = HookPoint.ResidPost(5)
     cache = model.forward(CLEAN, HookSpec().capture(end))
     np.testing.assert_allclose(stacked.sum(0), cache[end], atol=TOLERANCE)
-    assert model.attribute(CLEAN, 5, 9).total == pytest.approx(logit_diff(cache.output()), abs=1e-3)
+    found = model.attribute(CLEAN, 5, 9)
+    assert found.total == pytest.approx(logit_diff(cache.output()), abs=1e-3)
+    heads = [*(f"L2H{head}" for head in range(4)), "2_attn_bias"]
+    assert found.labels == [*labels[:3], *heads, *labels[4:], "final_norm_bias", "head_bias"]
     assert model.decompose_resid(CLEAN, layer=3, mlp_input=True)[1] == ["embed", *labels[1:4]]
     with pytest.raises(InputError, match="mlp_input: layer 2 of nemotron_h has no MLP"):
         model.decompose_resid(CLEAN, layer=2, mlp_input=True)

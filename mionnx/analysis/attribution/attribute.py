@@ -149,7 +149,7 @@ def _attribution(
     return Attribution(
         [*parts, "final_norm_bias", "head_bias"],
         values,
-        model.num_heads if decompose.heads_have_shares(model.hooked) else 0,
+        model.num_heads if decompose.layers_with_shares(model.hooked) else 0,
         model.num_layers,
         logit,
         unembedding.head.capped,
@@ -197,7 +197,7 @@ def _through_norms(
     return Attribution(
         labels,
         values,
-        model.num_heads if decompose.heads_have_shares(model.hooked) else 0,
+        model.num_heads if decompose.layers_with_shares(model.hooked) else 0,
         model.num_layers,
         logit,
         False,
@@ -213,11 +213,11 @@ def _components(
 ) -> dict[str, Vector]:
     """Label -> what it adds to the stream, [hidden], in order."""
     parts: dict[str, Vector] = {}
-    apart = decompose.heads_have_shares(model.hooked)
+    apart = decompose.layers_with_shares(model.hooked)
     for label, name in named or decompose.additions(model.hooked, model.num_layers, "all", False, True):
         value = cache[name][0, column].astype(np.float64)
         layer = HookPoint.parse(name).layer or 0
-        if label.endswith("_attn_out") and apart:
+        if label.endswith("_attn_out") and layer in apart:
             shares = _head_shares(model, cache, layer, column)
             parts |= {f"L{layer}H{head}": share for head, share in enumerate(shares)}
             # What is no head's: the output's bias, which belongs to the layer.

@@ -37,10 +37,10 @@ class Attribution(Shown):
 
     Attributes:
         labels: of the components in the order in which they are added: "embed", "pos_embed", "L0H0", "0_attn_bias",
-            "0_mlp_out", ..., "final_norm_bias", "head_bias"; "0_attn_out" where heads have no shares (RWKV, JetMoE);
-            "norm_bias" for the biases of all norms where the stream is normed after each addition (BERT).
+            "0_mlp_out", ..., "final_norm_bias", "head_bias"; "0_attn_out" of layers whose heads have no shares (mixers,
+            JetMoE); "norm_bias" for the biases of all norms where the stream is normed after each addition (BERT).
         values: [component] contributions, in logits.
-        num_heads: heads a layer; 0 where they have no shares.
+        num_heads: heads a layer; 0 where none have shares.
         logit: the model's own logit, or difference, which the contributions add up to.
         capped: whether the model's logits are soft-capped after this.
         answer, versus: the tokens' texts; versus is None where the logit itself is taken apart.
@@ -73,7 +73,7 @@ class Attribution(Shown):
 
     @property
     def heads(self) -> NDArray[np.float64] | None:
-        """[layer, head]: the contributions of the heads; None where they have no shares."""
+        """[layer, head]: the contributions of heads, NaN in layers where they have no shares; None without any."""
         return heads_of(self.labels, self.values, self.num_layers)
 
     @property
@@ -130,9 +130,14 @@ def leading(labels: list[str], values: Numbers, k: int | None) -> list[tuple[str
 
 def heads_of(labels: list[str], values: NDArray[np.float64], layers: int) -> NDArray[np.float64] | None:
     """[layer, head]: the contributions of heads among those of components; None without any."""
-    # Components without a head have other labels ("0_mlp_out", "embed"), of which none begins with L.
-    chosen = [value for label, value in zip(labels, values, strict=True) if label.startswith("L")]
-    return np.array(chosen).reshape(layers, -1) if chosen else None
+    places = places_of(labels)
+    chosen = [row for row, head in enumerate(places["head"]) if head is not None]
+    if not chosen:
+        return None
+    found = np.full((layers, 1 + max(places["head"][row] for row in chosen)), np.nan)
+    for row in chosen:
+        found[places["layer"][row], places["head"][row]] = values[row]
+    return found
 
 
 def places_of(labels: list[str]) -> dict[str, list[Any]]:

@@ -85,9 +85,9 @@ def accumulations(hooked: HookedModel, layer: int, incl_mid: bool, mlp_input: bo
     return parts
 
 
-def heads_have_shares(hooked: HookedModel) -> bool:
-    """Whether the heads of every layer have shares in the stream; not if recurrent, or each token chooses (JetMoE)."""
-    return all(str(HookPoint.AttnResult(i)) in hooked.order for i in range(hooked.metadata.sizes.num_layers))
+def layers_with_shares(hooked: HookedModel) -> list[int]:
+    """The layers whose heads have shares in the stream; none if recurrent, or if each token chooses (JetMoE)."""
+    return [i for i in range(hooked.metadata.sizes.num_layers) if str(HookPoint.AttnResult(i)) in hooked.order]
 
 
 def heads(hooked: HookedModel, layer: int) -> list[str]:
@@ -98,7 +98,7 @@ def heads(hooked: HookedModel, layer: int) -> list[str]:
         raise HookError(f"{hooked.metadata.family}: a recurrent model's heads have no shares in the stream")
     if not layer:
         raise InputError("layer 0 reads no head's output: there is nothing to stack")
-    names = [name for i in range(layer) if (name := str(HookPoint.AttnResult(i))) in hooked.order]
+    names = [str(HookPoint.AttnResult(i)) for i in layers_with_shares(hooked) if i < layer]
     if not names:
         raise HookError(f"{hooked.metadata.family}: no layer before {layer} has heads with shares in the stream")
     return names

@@ -13,7 +13,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.attribution.decompose import Named, heads_have_shares
+from mionnx.analysis.attribution.decompose import Named, layers_with_shares
 from mionnx.analysis.attribution.linear_parts import LinearNorm, LinearParts, Part
 from mionnx.bind.logit_selection import Logits
 from mionnx.errors import InputError
@@ -66,8 +66,8 @@ class FrozenNorms:
     @property
     def points(self) -> list[str]:
         """The hook points to capture."""
-        shares = range(self.model.num_layers) if heads_have_shares(self.model.hooked) else ()
-        names = [name for _, name in self.additions] + [str(HookPoint.AttnResult(i)) for i in shares]
+        names = [name for _, name in self.additions]
+        names += [str(HookPoint.AttnResult(i)) for i in layers_with_shares(self.model.hooked)]
         return [*names, *(before for (before, _), _ in self.norms), self.end]
 
     def contributions(

@@ -49,7 +49,8 @@ def decomposition_hooks(model: Runner, layer: int | None = None, heads: bool = T
     named += decompose.accumulations(hooked, end, False, False)
     middles = [str(HookPoint.ResidMid(i)) for i in range(min(end + 1, model.num_layers))]
     middles = [name for name in middles if name in hooked.metadata.hooks]  # parallel blocks have none
-    shares = decompose.heads(hooked, end) if heads and end and decompose.heads_have_shares(hooked) else []
+    stacked = heads and any(i < end for i in decompose.layers_with_shares(hooked))
+    shares = decompose.heads(hooked, end) if stacked else []
     return HookSpec().capture([*dict.fromkeys([*(name for _, name in named), *middles, *shares])])
 
 
