@@ -115,8 +115,9 @@ def view_of(
         Bars(contributions.labels, contributions.values, "logits", errors, heading="Components")
     ]
     if contributions.heads is not None:
-        layers, heads = ([*map(str, range(size))] for size in contributions.heads.shape)
-        panels.append(HeatMap({"layer": layers, "head": heads}, {"logits": contributions.heads}, heading="Heads"))
+        with_heads = np.flatnonzero(~np.isnan(contributions.heads).all(axis=1))
+        labels = {"layer": [*map(str, with_heads)], "head": [*map(str, range(contributions.heads.shape[1]))]}
+        panels.append(HeatMap(labels, {"logits": contributions.heads[with_heads]}, heading="Heads"))
     about = f"{contributions.what}: {decimal(logit, 3)}"
     return View("Direct logit attribution", [*above, panels], about=about, facts=facts, meaning=MEANING)
 
