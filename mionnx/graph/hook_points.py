@@ -321,9 +321,9 @@ def by_layer(names: Iterable[str]) -> list[str]:
 
 
 # TransformerLens' names of recurrent mixers whose values are ours, number for number: `linear_attn` of its gated delta
-# nets, `mixer` of its state-space models. Of each a variant of ours.
+# nets, `mixer` of its state-space models, `mamba` of Falcon-H1. Of each a variant of ours.
 LENS_NAMES = {
-    **dict.fromkeys(("linear_attn.hook_in", "mixer.hook_in"), "SsmPre"),
+    **dict.fromkeys(("linear_attn.hook_in", "mixer.hook_in", "mamba.hook_in"), "SsmPre"),
     **{f"{mixer}.hook_{out}": "AttnOut" for mixer in ("linear_attn", "mixer") for out in ("out", "ssm_out")},
     "linear_attn.hook_v": "SsmV",
     "linear_attn.hook_recurrence_out": "SsmY",
@@ -339,6 +339,7 @@ LENS_NEAR = {
     ),
     "linear_attn.hook_gate_input": ("ssm.hook_z", "behind the gate and its norm"),
     "mixer.hook_conv": ("ssm.hook_conv", "after its activation"),
+    "mamba.hook_out": ("hook_ssm_out", "behind its factor"),
     "mixer.hook_ssm_dt": ("ssm.hook_dt", "after softplus"),
     "mixer.hook_ssm_write": ("ssm.hook_v", "k (x) v is what is written"),
     "mixer.hook_ssm_state": ("ssm.hook_states", "[.., key, value]"),

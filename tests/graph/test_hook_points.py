@@ -53,6 +53,7 @@ class TestHookPoint:
             "blocks.3.linear_attn.hook_ssm_state": HookPoint.SsmStates(3),
             "blocks.3.linear_attn.hook_ssm_out": HookPoint.AttnOut(3),
             "blocks.0.mixer.hook_out": HookPoint.AttnOut(0),
+            "blocks.2.mamba.hook_in": HookPoint.SsmPre(2),
         }
         assert {name: HookPoint.parse(name) for name in names} == names
         assert HookPoint("blocks.3.linear_attn.hook_v") == HookPoint.SsmV(3)

@@ -68,6 +68,14 @@ def test_a_sweep_over_one_of_the_two_is_its_patch_alone(model, short):
         assert (found[f"blocks.0.{other}"] == kept).all()
 
 
+def test_transformer_lens_names_of_the_mixer_read_it(model):
+    read = "blocks.1.mamba.hook_in"
+    found = model.forward(CLEAN, HookSpec().capture([read, HookPoint.SsmPre(1)]))
+    assert (found[read] == found[HookPoint.SsmPre(1)]).all()
+    with pytest.raises(HookError, match=r"another value by it: here is blocks.1.hook_ssm_out, behind its factor"):
+        model.forward(CLEAN, HookSpec().capture("blocks.1.mamba.hook_out"))
+
+
 def test_paths_and_edges_are_refused_by_name(model):
     for verb in (
         lambda: model.path_patch(CLEAN, CORRUPTED, "all", "attn.hook_z", over=("layer", "head"), **TOKENS),
