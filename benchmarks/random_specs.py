@@ -56,7 +56,7 @@ FAMILIES = (
 ENCODERS = ("bert", "roberta", "distilbert", "modernbert")
 HYBRIDS = (
     *("mamba2", "qwen3_5_text", "lfm2", "mamba", "bamba", "recurrent_gemma", "zamba2", "zamba", "minimax"),
-    "falcon_h1",
+    *("falcon_h1", "nemotron_h"),
 )
 REFERENCES = dict.fromkeys(ENCODERS, encoder) | dict.fromkeys(HYBRIDS, hybrid)
 # A spec that makes the logits of a router equal leaves the choice of experts to anyone: there is one.
