@@ -26,7 +26,8 @@ from exporters.adopt.flow import (
 )
 from mionnx.errors import ExportError
 
-MERGED = 3  # axes of scores whose batch and heads are one axis
+MERGED = 3  # axes of scores whose batch and heads are one axis, and of heads' outputs in one
+GATES = frozenset(("Sigmoid", "Softplus"))
 AFTER_SOFTMAX = frozenset(("Cast", "Where", "Identity", "Dropout", "Mul", "Reshape", "Slice"))
 FARTHEST = 8  # nodes from a softmax to its product with values
 AFTER_SCORES = CONTENT_KEEPING | {"Add", "Mul", "Div", "Tanh", "Where", "Slice", "Concat", "Sub", "Max"}
@@ -69,6 +70,7 @@ class AttentionValues:
     # What the output projection reads where that is z times a gate, [batch, seq, heads * head_dim].
     gated: ir.Value | None = None
     heads: int = 0  # of it
+    gate: ir.Value | None = None  # what the gate's function reads, [batch, seq, heads or heads * head_dim]
 
     def points(self) -> list[tuple[str, ir.Value]]:
         """Hook name within the layer and value, in execution order."""
@@ -77,6 +79,7 @@ class AttentionValues:
         points += [("attn.hook_rot_q", q.value)] if q.unrotated is not None else []
         points += [("attn.hook_rot_k", k.value)] if k.unrotated is not None else []
         points += [("attn.hook_v", self.values.value), ("attn.hook_scores", self.scores)]
+        points += [("attn.hook_gate", self.gate)] if self.gate is not None else []
         z = self.z if self.gated is None else self.gated
         return [*points, ("attn.hook_pattern", self.pattern), ("attn.hook_z", z), ("hook_attn_out", self.out)]
 
@@ -98,7 +101,23 @@ def find_attention(flow: Flow, layer: int, top: ir.Value, out: ir.Value) -> Atte
     sink, read, heads = scores is not patterns[0].inputs[0], input_of(flow, projection), static(z, 2)
     own = AttentionValues(queries, keys, values, scores, pattern, z, out, weight, rows, sink, queries_keys, product)
     # behind a gate, which is made of the text on another way, z is no dominator
-    return own if z in flow.chain(read, top) or heads is None else replace(own, gated=read, heads=heads)
+    if z in flow.chain(read, top) or heads is None:
+        return own
+    return replace(own, gated=read, heads=heads, gate=_gate(flow, top, z, read))
+
+
+def _gate(flow: Flow, top: ir.Value, z: ir.Value, read: ir.Value) -> ir.Value | None:
+    """What the function of a gate reads that the outputs of the heads are multiplied with, heads merged."""
+    follows = {z}
+    for node in flow.between(top, read):
+        own = [value for value in present(node.inputs) if value not in follows]
+        if len(own) == len(present(node.inputs)):
+            continue
+        follows.update(node.outputs)
+        function = climb(own[0]).producer() if node.op_type == "Mul" and own else None
+        if function is not None and function.op_type in GATES and rank(function.inputs[0]) == MERGED:
+            return function.inputs[0]
+    return None
 
 
 def _projection(flow: Flow, top: ir.Value, z: ir.Value, out: ir.Value) -> ir.Node | None:

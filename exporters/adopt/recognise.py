@@ -164,6 +164,8 @@ def _layer(decoder: Recognised, step: Step) -> None:
             if attention.gated is not None:
                 decoder.merged[attention.gated] = attention.heads
                 decoder.ungated[f"blocks.{layer}.attn.hook_z"] = attention.z
+            if attention.gate is not None:
+                decoder.merged[attention.gate] = attention.heads
             decoder.layers.append(attention)
             points += attention.points()
         elif mixes[branch]:

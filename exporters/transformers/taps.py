@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from exporters.transformers.attention import Calls, Taps, replace_for, tap_whole
+from exporters.transformers.attention import Calls, Taps, replace_for, tap_gate, tap_whole
 from exporters.transformers.config import kept_keys
 from exporters.transformers.experts import find_experts, in_order, shared_expert, tap_own_experts, tap_router
 from exporters.transformers.layout import IN_CODE, Layout
@@ -229,6 +229,7 @@ class Attachment:
             return at(HookPoint.AttnZ(i), x.unflatten(-1, (query.shape[1], -1))).flatten(2)
 
         if layout.z == "projection":
+            self.enter_around(attention, lambda _: tap_gate(self.taps, i))
             self.before(self.module(str(layout.projection), block), z)
 
     def own_attention(self, i: int, attention: nn.Module, mask: Tensor | None) -> None:

@@ -138,6 +138,7 @@ class HookPoint:
     AttnV = Layered("blocks.{i}.attn.hook_v", KEY_SHAPE, "attention")
     AttnScores = Layered("blocks.{i}.attn.hook_scores", SCORES, "attention")
     AttnPattern = Layered("blocks.{i}.attn.hook_pattern", SCORES, "attention")
+    AttnGate = Layered("blocks.{i}.attn.hook_gate", ("batch", "seq", "n_heads", "n_gates"), "attention")
     AttnZ = Layered("blocks.{i}.attn.hook_z", HEADS_SHAPE, "attention")
     AttnResult = Layered("blocks.{i}.attn.hook_result", RESULT, "attention", derived_from="AttnZ", instead="AttnZ")
     RwkvR = Layered("blocks.{i}.rwkv.hook_r", HEADS_SHAPE, "attention")
@@ -329,7 +330,7 @@ LENS_NAMES = {
     "linear_attn.hook_recurrence_out": "SsmY",
     "linear_attn.hook_ssm_state": "SsmStates",
 }
-# Others are values beside ours: the name here, and what it says that theirs does not.
+# Others are values beside ours, or of another shape: the name here, and what it says that theirs does not.
 LENS_NEAR = {
     **dict.fromkeys(("linear_attn.hook_q", "linear_attn.hook_ssm_C"), ("ssm.hook_q", "after norm and scale, by head")),
     **dict.fromkeys(("linear_attn.hook_k", "linear_attn.hook_ssm_B"), ("ssm.hook_k", "after norm, by head")),
@@ -337,6 +338,7 @@ LENS_NEAR = {
     **dict.fromkeys(
         ("linear_attn.hook_log_decay", "linear_attn.hook_ssm_decay"), ("ssm.hook_log_decay", "[.., n_heads, 1]")
     ),
+    "attn.hook_q_gate": ("attn.hook_gate", "by head"),
     "linear_attn.hook_gate_input": ("ssm.hook_z", "behind the gate and its norm"),
     "mixer.hook_conv": ("ssm.hook_conv", "after its activation"),
     "mamba.hook_out": ("hook_ssm_out", "behind its factor"),

@@ -1,5 +1,7 @@
 """Verbs on hybrids, of convolutions and of gated DeltaNet beside attention: right, or refused by name."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from compiled_steps import logits_in_calls
@@ -134,9 +136,48 @@ def test_effective_attention_stands_beside_patterns(hybrid, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_gate_beside_heads_keeps_their_edges_from_being_told_apart(hybrid):
-    with pytest.raises(InputError, match=r"edges: in 'qwen3_5_text', blocks.1.attn.hook_z depends on the tokens by"):
-        hybrid("qwen3_5_text").edge_attribution(CLEAN, CORRUPTED, **TOKENS)
+def test_gates_of_heads_are_receivers(hybrid):
+    """A circuit without one edge is path patching of that one, into a head's gate too; all edges are the model."""
+    model = hybrid("qwen3_5_text")
+    ranking = model.edge_attribution(CLEAN, CORRUPTED, **TOKENS)
+    assert [one for one in ranking.receivers if "<g>" in one] == [f"a1.h{head}<g>" for head in range(4)]
+    whole = model.circuit(CLEAN, CORRUPTED, [0, ranking.count], scores=ranking, **TOKENS)
+    assert whole.values == pytest.approx([whole.corrupted, whole.clean], abs=TOLERANCE)
+    point, sender = HookPoint.AttnGate(1), ranking.senders.index("r0.h1")
+    for head in range(4):
+        scores = np.ones(ranking.scores.shape)
+        scores[sender, ranking.receivers.index(f"a1.h{head}<g>")] = 0
+        chosen = replace(ranking, scores=scores)
+        found = model.circuit(CLEAN, CORRUPTED, ranking.count - 1, scores=chosen, **TOKENS)
+        exact = model.path_patch(CLEAN, CORRUPTED, [(point, head)], "ssm.hook_z", patching="noising", **TOKENS)
+        assert found.values[0] == pytest.approx(float(exact.values[0, 1]), abs=TOLERANCE)
+        assert abs(float(exact.effect[0, 1])) > TOLERANCE
+
+
+@pytest.mark.slow
+def test_a_score_into_a_gate_is_a_change_times_the_gradient_through_that_head_s_gate(hybrid):
+    """The gradient by the stream as one head's gate reads it: beside a difference quotient of two passes."""
+    model, step = hybrid("qwen3_5_text"), 1e-2
+    ranking = model.edge_attribution(CLEAN, CORRUPTED, **TOKENS)
+    stream, gate, out = HookPoint.ResidPre(1), HookPoint.AttnGate(1), HookPoint.MlpOut(0)
+    captured = HookSpec().capture([stream, gate, out])
+    clean, corrupted = (model.forward(ids, captured) for ids in (CLEAN, CORRUPTED))
+    ends = []
+    for sign in (1, -1):  # what the gate reads moves by a part of what layer 0's MLP sends
+        moved = clean[stream] + sign * step * (corrupted[out] - clean[out])
+        gates = model.forward(CLEAN, HookSpec().capture(gate).intervene(stream, Intervention.Replace(moved)))[gate]
+        mixed = np.array(clean[gate])
+        mixed[:, :, 2] = gates[:, :, 2]
+        logits = model.forward(CLEAN, HookSpec().intervene(gate, Intervention.Replace(mixed))).output()[0, -1]
+        ends.append(float(logits[5] - logits[9]))
+    score = ranking.scores[ranking.senders.index("m0"), ranking.receivers.index("a1.h2<g>")]
+    assert score == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=2e-3)
+    assert abs(score) > 1e-3
+
+
+def test_the_name_of_another_shape_is_told(hybrid):
+    with pytest.raises(HookError, match=r"another value by it: here is blocks.1.attn.hook_gate, by head"):
+        hybrid("lfm2").forward(CLEAN, HookSpec().capture("blocks.1.attn.hook_q_gate"))
 
 
 def test_shares_of_heads_are_those_of_the_layers_that_attend(model):

@@ -332,6 +332,7 @@ class Hybrid(Decoder):
         q, gate = self._linear(x, f"{at}.q_proj").unflatten(-1, (heads, -1)).chunk(2, -1)
         k, v = (self._linear(x, f"{at}.{name}_proj").unflatten(-1, (-1, q.shape[-1])) for name in "kv")
         q, k = self._rms_norm(q, f"{at}.q_norm"), self._rms_norm(k, f"{at}.k_norm")
+        gate = see(f"blocks.{i}.attn.hook_gate", gate)
         return self._mixed_heads(i, (q, k, v), f"{at}.o_proj", see, torch.sigmoid(gate))
 
     def _lfm2(self, i: int, x: Tensor, see: See) -> Tensor:

@@ -135,10 +135,10 @@ def heads_of(labels: list[str], values: NDArray[np.float64], layers: int) -> NDA
     chosen = [row for row, head in enumerate(places["head"]) if head is not None]
     if not chosen:
         return None
-    found = np.full((layers, 1 + max(places["head"][row] for row in chosen)), np.nan)
+    heads = np.full((layers, 1 + max(places["head"][row] for row in chosen)), np.nan)
     for row in chosen:
-        found[places["layer"][row], places["head"][row]] = values[row]
-    return found
+        heads[places["layer"][row], places["head"][row]] = values[row]
+    return heads
 
 
 def places_of(labels: list[str]) -> dict[str, list[Any]]:

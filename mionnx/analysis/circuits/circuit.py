@@ -21,6 +21,7 @@ from mionnx.analysis.gradients.gradients import Seed
 from mionnx.analysis.sweep.comparison import Comparison, Pairs, compares
 from mionnx.analysis.sweep.metric import Measure, Tokens
 from mionnx.errors import InputError
+from mionnx.graph.axes import heads_axis
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.lacking import refuse_normed_stream
 from mionnx.inputs.token_batch import Place
@@ -286,15 +287,17 @@ class CircuitRun:
         return self._heads_read(layer) if layer in self.nodes.attends else None
 
     def _heads_read(self, layer: int) -> Floats:
-        """Values that heads read, by their queries and keys, [circuits, seq, n_heads, head_dim]."""
-        hooks = self.parts.attention_inputs(layer)
+        """Values that heads read, by what they compute with, [circuits, seq, n_heads, head_dim]."""
+        hooks = self.nodes.attention_inputs(layer)
         receivers = _numbers(self.nodes.receivers, *hooks)
         streams, which = self._streams(receivers)
-        values = self.parts.qkv(layer, streams)
+        values = self.parts.heads_in(layer, streams)
         heads: dict[str, list[Floats]] = {name: [] for name in hooks}
+        places = {name: heads_axis(HookPoint.parse(name).axes or ()) or 1 for name in hooks}
         for column, node in enumerate(self.nodes.receivers[number] for number in receivers):
-            heads[node.hook].append(values[node.hook][which[:, column], self.nodes.own_head(node)])
-        return self.parts.attention(layer, {name: np.stack(own, axis=1) for name, own in heads.items()})
+            by_head = np.moveaxis(values[node.hook], places[node.hook], 1)
+            heads[node.hook].append(by_head[which[:, column], self.nodes.own_head(node)])
+        return self.parts.attention(layer, {name: np.stack(own, axis=places[name]) for name, own in heads.items()})
 
     def _write_heads(self, layer: int, z: str, read: Floats) -> None:
         out = str(HookPoint.AttnOut(layer))

@@ -23,6 +23,7 @@ from mionnx.analysis.sweep.metric import Measure, Tokens
 from mionnx.analysis.sweep.patched_runs import CALL_TOKENS
 from mionnx.analysis.sweep.receivers import Receiver
 from mionnx.errors import GradientError, InputError, ModelError, nearest
+from mionnx.graph.axes import heads_axis
 from mionnx.graph.hook_points import HookPoint, layer_of
 from mionnx.inputs.token_batch import Place
 from mionnx.machine.ranges import at_least, at_most
@@ -262,7 +263,8 @@ def _read_back(parts: Parts, cache: HookCache, rules: str, idle: set[str]) -> It
     split = _split(parts, cache, rules, _attended(nodes, {node.hook for node in nodes.receivers} - idle))
     for variant in ROLES if attending else ():
         hooks = {str(getattr(HookPoint, variant)(layer)): nodes.stream(2 * layer) for layer in attending}
-        yield from _by_head(parts, cache, hooks, rules, split)
+        hooks = {name: stream for name, stream in hooks.items() if name in nodes.read}
+        yield from _by_head(parts, cache, hooks, rules, split) if hooks else ()
     mixing = {str(HookPoint.SsmPre(layer)): nodes.stream(2 * layer) for layer in sorted(nodes.mixers)}
     neurons = {str(HookPoint.MlpPre(layer)): nodes.stream(nodes.mlp_stage(layer)) for layer in sorted(nodes.mlps)}
     for own in (mixing, neurons):  # apart: the two may read the same stream
@@ -277,10 +279,9 @@ def _read_back(parts: Parts, cache: HookCache, rules: str, idle: set[str]) -> It
 
 
 def _attended(nodes: Nodes, hooks: Container[str]) -> dict[str, tuple[str, ...]]:
-    """Values that heads read -> the queries, keys and values that they come of, where heads share some of these."""
+    """Values that heads give -> the queries, keys and values that they come of, where heads share some of these."""
     layers = dict.fromkeys(layer for name in nodes.shared if name in hooks and (layer := layer_of(name)) is not None)
-    names = {layer: tuple(str(getattr(HookPoint, variant)(layer)) for variant in ROLES) for layer in layers}
-    return {str(HookPoint.AttnZ(layer)): own for layer, own in names.items()}
+    return {str(HookPoint.AttnZ(layer)): nodes.attention_inputs(layer) for layer in layers}
 
 
 def _split(parts: Parts, cache: HookCache, rules: str, inside: Mapping[str, tuple[str, ...]]) -> Arrays:
@@ -311,8 +312,10 @@ def _of_member(seed: Floats, member: int, group: int) -> Floats:
 def _by_head(
     parts: Parts, cache: HookCache, hooks: Mapping[str, str], rules: str, split: Arrays
 ) -> Iterator[tuple[Receives, Gradient]]:
-    """The gradients by the streams as single heads read them; `hooks`: queries, keys or values -> their stream."""
+    """The gradients by the streams as single heads read them; `hooks`: of one kind, each with its stream."""
+    place = heads_axis(HookPoint.parse(next(iter(hooks))).axes or ()) or 1
     seeds = {name: split.get(name, _floats(cast(HookCache, cache.grad)[name])) for name in hooks}
+    seeds = {name: np.moveaxis(seed, place, 1) for name, seed in seeds.items()}
     counts = {name: cotangent.shape[1] for name, cotangent in seeds.items()}
     # A row for each step and head: as many heads as the hook point with the most has (keys may be shared).
     steps, heads = np.indices((len(next(iter(seeds.values()))), max(counts.values()))).reshape(2, -1)
@@ -326,7 +329,8 @@ def _by_head(
         own, at = heads[begin : begin + most], steps[begin : begin + most]
         streams = {stream: _floats(cache[stream])[at] for stream in hooks.values()}
         cotangents = {
-            name: _of_head(cotangent[at], own, parts.nodes.shared.get(name, 1)) for name, cotangent in seeds.items()
+            name: np.moveaxis(_of_head(cotangent[at], own, parts.nodes.shared.get(name, 1)), 1, place)
+            for name, cotangent in seeds.items()
         }
         back = parts.gradients([*hooks], [*streams], streams, cotangents, rules)
         for name, head in totals:

@@ -41,8 +41,9 @@ class EdgeAttribution(Shown):
     Attributes:
         scores: float64 [senders, receivers], mean over pairs; 0 where there is no edge.
         edges: bool [senders, receivers]: whether the receiver reads what the sender writes.
-        senders, receivers: labels: "embed", "a2.h3" (head 3 of layer 2), "m1" (its MLP); of receivers "a2.h3<q>", "m1",
-            "logits"; "a2.kv1<k>" where heads share keys and values, and of ungrouped scores "a2.h3<k>".
+        senders, receivers: labels: "embed", "a2.h3" (head 3 of layer 2), "m1" (its MLP); of receivers "a2.h3<q>" (of a
+            gate "a2.h3<g>"), "m1", "logits"; "a2.kv1<k>" where heads share keys and values, and of ungrouped scores
+            "a2.h3<k>".
         hooks, receiving: hook point and head (None where a value has no heads) of each sender, and of each receiver, as
             `path_patch` names them; of ungrouped keys and values the head that reads them.
         clean, corrupted: the metric of the two runs, mean over pairs.

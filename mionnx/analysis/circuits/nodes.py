@@ -26,8 +26,8 @@ from mionnx.graph.output_head import LOGITS
 from mionnx.inputs.lacking import refuse_normed_stream
 from mionnx.spec.limits import indices_of
 
-ROLES = dict(zip(INTO_ATTENTION, "qkv", strict=True))
-POINTS = ("ResidPre", "ResidMid", "ResidPost", *INTO_ATTENTION, "AttnZ", "AttnOut", "MlpPre", "MlpOut")
+ROLES = dict(zip(INTO_ATTENTION, "qkvg", strict=True))
+POINTS = ("ResidPre", "ResidMid", "ResidPost", "AttnZ", "AttnOut", "MlpPre", "MlpOut")
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,16 @@ class Nodes:
         if layer in self.attends:
             return str(HookPoint.AttnZ(layer))
         return str(HookPoint.SsmZ(layer)) if layer in self.headed else None
+
+    def attention_inputs(self, layer: int) -> tuple[str, ...]:
+        """The hook points of a layer's queries, keys and values, and of its heads' gates where it has some."""
+        names = (str(getattr(HookPoint, variant)(layer)) for variant in ROLES)
+        return tuple(name for name in names if name in self.read)
+
+    @cached_property
+    def read(self) -> frozenset[str]:
+        """The hook points that receive."""
+        return frozenset(node.hook for node in self.receivers)
 
     def outputs(self, layer: int) -> list[str]:
         """The hook points of what a layer's halves add, of one or both."""
@@ -125,7 +135,8 @@ def all_nodes(model: HookedModel, ungrouped: bool = False) -> Nodes:
     attends = frozenset(i for i, layer in enumerate(model.metadata.layers) if layer.attention) - mixers
     mlps = frozenset(i for i in range(layers) if str(HookPoint.MlpOut(i)) in model.metadata.hooks)
     final = str(HookPoint.ResidPost(layers - 1) if normed else HookPoint.FinalNorm)
-    _refuse_inseparable(model, _ways(layers, parallel, mlps, attends, mixers, headed, final))
+    inputs = {layer: tuple(_attention_inputs(model, layer)) for layer in attends}
+    _refuse_inseparable(model, _ways(layers, parallel, mlps, inputs, mixers, headed, final))
     senders = [Node("embed", str(HookPoint.Embed), None, 0)]
     receivers: list[Node] = []
     shared: dict[str, int] = {}
@@ -183,14 +194,14 @@ def _ways(
     layers: int,
     parallel: bool,
     mlps: frozenset[int],
-    attends: frozenset[int],
+    attends: Mapping[int, tuple[str, ...]],
     mixers: frozenset[int],
     headed: frozenset[int],
     final: str,
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Each value, and the values that it is computed from."""
     for layer in range(layers):
-        pre, mid, post, q, k, v, z, out, into, mlp = (str(getattr(HookPoint, kind)(layer)) for kind in POINTS)
+        pre, mid, post, z, out, into, mlp = (str(getattr(HookPoint, kind)(layer)) for kind in POINTS)
         middle = pre if parallel else mid
         if layer in mixers:
             mixed = str(HookPoint.SsmPre(layer))
@@ -199,15 +210,15 @@ def _ways(
             yield from ((one, (mixed,)) for one in heads)
             yield out, heads or (mixed,)
         elif layer in attends:
-            yield from ((one, (pre,)) for one in (q, k, v))
-            yield z, (q, k, v)
+            yield from ((one, (pre,)) for one in attends[layer])
+            yield z, attends[layer]
             yield out, (z,)
         if not parallel:
             yield mid, (pre, out)
         if layer in mlps:
             yield into, (middle,)
             yield mlp, (into,)
-        first = (out,) if layer in attends | mixers else ()
+        first = (out,) if layer in attends or layer in mixers else ()
         ends = (pre, *first) if parallel else (mid,)
         yield post, (*ends, mlp) if layer in mlps else ends
         if layer + 1 < layers:
@@ -225,10 +236,15 @@ def _groups(model: HookedModel, layer: int) -> dict[str, int]:
     return {hook: group for hook, group in groups.items() if group > 1}
 
 
+def _attention_inputs(model: HookedModel, layer: int) -> dict[str, str]:
+    """The hook points of what a layer's heads compute with, each with its role; few attentions have a gate."""
+    names = {str(getattr(HookPoint, variant)(layer)): role for variant, role in ROLES.items()}
+    return {name: role for name, role in names.items() if role != "g" or name in model.metadata.hooks}
+
+
 def _attention(model: HookedModel, layer: int, groups: Mapping[str, int]) -> Iterator[Node]:
     heads = _heads(model, str(HookPoint.AttnZ(layer)))
-    for variant, role in ROLES.items():
-        hook = str(getattr(HookPoint, variant)(layer))
+    for hook, role in _attention_inputs(model, layer).items():
         count = _heads(model, hook) * groups.get(hook, 1)
         kind = "h" if count == heads else "kv"
         for head in range(count):

@@ -6,7 +6,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.circuits.nodes import ROLES, Nodes
+from mionnx.analysis.circuits.nodes import Nodes
 from mionnx.analysis.sweep.patched_runs import CALL_TOKENS
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hook_points import HookPoint
@@ -27,16 +27,12 @@ class Parts:
         # The same pieces as sweeps use, so that a model has them open once.
         self.segments, self.nodes, self.seq, self.at = model.opened(Segments.of_sweep), nodes, seq, at
 
-    def attention_inputs(self, layer: int) -> tuple[str, ...]:
-        """The hook points of a layer's queries, keys and values."""
-        return tuple(str(getattr(HookPoint, variant)(layer)) for variant in ROLES)
-
-    def qkv(self, layer: int, streams: Floats) -> Arrays:
-        """Queries, keys and values of streams."""
-        return self._run({str(HookPoint.ResidPre(layer)): streams}, *self.attention_inputs(layer))
+    def heads_in(self, layer: int, streams: Floats) -> Arrays:
+        """Queries, keys and values of streams, and gates of heads that have some."""
+        return self._run({str(HookPoint.ResidPre(layer)): streams}, *self.nodes.attention_inputs(layer))
 
     def attention(self, layer: int, values: Mapping[str, Floats]) -> Floats:
-        """Values that heads read, by queries, keys and values: [rows, seq, n_heads, head_dim]."""
+        """Values that heads give, by queries, keys, values and gates: [rows, seq, n_heads, head_dim]."""
         z = str(HookPoint.AttnZ(layer))
         group = max((self.nodes.shared.get(name, 1) for name in values), default=1)
         if group == 1:
@@ -54,7 +50,7 @@ class Parts:
         return members.reshape(rows, *read.shape[1:])
 
     def _of_members(self, name: str, value: Floats, member: int) -> Floats:
-        """Of keys and values by head, [rows, n_heads, ...], those of one member of each group; queries as they are."""
+        """Of keys and values by head, [rows, n_heads, ...], those of one member of each group; others as they are."""
         group = self.nodes.shared.get(name, 1)
         return value if group == 1 else value[:, member::group]
 

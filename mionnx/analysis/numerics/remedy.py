@@ -111,12 +111,12 @@ def true_sizes(graph: FloatGraph, measured: Measured) -> dict[str, float]:
     }
     moved = {graph.origin(name): size for name, size in sizes.items()}
     hooks = {hook: moved[one] for hook in graph.hooks if (one := graph.origin(hook)) in moved}
-    known = {**hooks, **moved, **sizes}
+    magnitudes = {**hooks, **moved, **sizes}
     for node in graph.flow.nodes:  # numbers that are joined were looked at before
-        joined = [known[name] for name in map(graph.origin, node.input) if name in known]
-        if node.op_type == "Concat" and joined:
-            known.setdefault(node.output[0], max(joined))
-    return known
+        parts = [magnitudes[name] for name in map(graph.origin, node.input) if name in magnitudes]
+        if node.op_type == "Concat" and parts:
+            magnitudes.setdefault(node.output[0], max(parts))
+    return magnitudes
 
 
 def check_bits(run: TextsRun, rescaled: FloatGraph, first: FirstRun) -> None:

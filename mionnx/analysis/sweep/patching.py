@@ -102,16 +102,15 @@ def path_patch(
     """Path patching: the effect of each sender's patch through chosen receivers only.
 
     A receiver reads the stream with the sender's change, everything else reads it without; the receivers' outputs go on
-    as usual. With `receivers="all"`, the result is that of `patch_sweep`, but for the output gate of attention that has
-    one (Qwen3-Next, Qwen3.5): it reads the stream too, and is no receiver. Where a stream is normed between additions,
+    as usual. With `receivers="all"`, the result is that of `patch_sweep`. Where a stream is normed between additions,
     as in BERT and MiniMax, the change goes through those norms, exactly.
 
     Args:
         over, layers, resume, resume_key, before, progress: see `patch_sweep`.
-        receivers: the inputs `hook_q`, `hook_k`, `hook_v` or `mlp.hook_pre` of a layer, or `hook_final_norm` (of a
-            stream that is normed after its last addition `hook_resid_post` of the last layer), globs allowed; with
-            heads as pairs `("blocks.3.attn.hook_q", [0, 5])`; or "all". A hook point that is named twice receives with
-            the heads of both.
+        receivers: the inputs `hook_q`, `hook_k`, `hook_v`, `attn.hook_gate`, `ssm.hook_pre` or `mlp.hook_pre` of a
+            layer, or `hook_final_norm` (of a stream that is normed after its last addition `hook_resid_post` of the
+            last layer), globs allowed; with heads as pairs `("blocks.3.attn.hook_q", [0, 5])`; or "all". A hook point
+            that is named twice receives with the heads of both.
         sender: the hook point that is patched, cell by cell.
 
     Raises:

@@ -13,7 +13,8 @@ from mionnx.graph.metadata import NORMED_STREAM
 from mionnx.machine.ranges import listed
 from mionnx.spec.limits import indices_of
 
-INTO_ATTENTION, INTO_MIXER, INTO_MLP, FINAL = ("AttnQ", "AttnK", "AttnV"), "SsmPre", "MlpPre", "FinalNorm"
+INTO_ATTENTION = ("AttnQ", "AttnK", "AttnV", "AttnGate")
+INTO_MIXER, INTO_MLP, FINAL = "SsmPre", "MlpPre", "FinalNorm"
 Receiver = str | HookPoint | tuple[str | HookPoint, int | Iterable[int]]
 
 
@@ -81,8 +82,8 @@ def make_receivers(model: HookedModel, receivers: str | HookPoint | Iterable[Rec
         matching = [name for name in valid if fnmatchcase(name, point)]
         if not matching:
             raise HookError(
-                f"{point!r} receives nothing; receivers are the inputs hook_q, hook_k, hook_v (or ssm.hook_pre) and "
-                f"mlp.hook_pre of a layer, and {final}{nearest(point, valid)}"
+                f"{point!r} receives nothing; receivers are the inputs hook_q, hook_k, hook_v, attn.hook_gate (or "
+                f"ssm.hook_pre) and mlp.hook_pre of a layer, and {final}{nearest(point, valid)}"
             )
         for name in matching:
             both = heads.get(name, ()), _heads(model, name, chosen)  # of two entries for one; None is all of them

@@ -63,9 +63,9 @@ class Sources:
         # one text at a time: what a prompt's first tokens compute takes the place of the whole's
         constants, values = local.run(ids)
         self._constants = len(self.ids), constants
-        held = sum(array.nbytes for array in constants.values())
+        size = sum(array.nbytes for array in constants.values())
         # those of a long text go before others come: there one pass more is little beside its rows
-        self._whole = constants if held <= LARGE_CONSTANTS else {}
+        self._whole = constants if size <= LARGE_CONSTANTS else {}
         active, errors = [], np.stack([values[name][0] for name in local.write_at])
         for layer in range(local.layers):
             coder, scale = local.transcoders.layer(layer), local.scale(layer)
@@ -89,7 +89,7 @@ class Sources:
         self.written = [self._written(layer, errors[layer], active) for layer in range(local.layers)]
         self.tokens = np.ascontiguousarray(values[EMBED_POINT][0])
         self.logits = values[TRACED_LOGITS][0].astype(np.float64) if TRACED_LOGITS in values else None
-        self.engine_bytes = held * (2 if self._whole else 1) + local.taken(len(self.ids))  # and those of first tokens
+        self.engine_bytes = size * (2 if self._whole else 1) + local.taken(len(self.ids))  # and those of first tokens
         self.gathered = sum(one.index.size for one in self.written) * errors.shape[2] * 4 > GATHERED * memory
         self._vectors = [] if self.gathered else [one.vectors() for one in self.written]
 

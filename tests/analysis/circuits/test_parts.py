@@ -25,8 +25,8 @@ def test_each_part_gives_what_the_whole_graph_gives(models, family: str) -> None
     model = models(family)
     parts, cache = parts_of(model), model.forward(IDS, HookSpec().capture("blocks.*"))
     for layer in range(model.num_layers):
-        names = parts.attention_inputs(layer)
-        own = parts.qkv(layer, cache["resid_pre", layer])
+        names = parts.nodes.attention_inputs(layer)
+        own = parts.heads_in(layer, cache["resid_pre", layer])
         for name in names:
             assert np.abs(own[name] - cache[name]).max() < 5e-5, name
         z = parts.attention(layer, {name: cache[name] for name in names})
