@@ -303,22 +303,6 @@ class Calls(TorchFunctionMode):
         return self.answer(func, args, kwargs or {})
 
 
-GATES = (torch.sigmoid, Tensor.sigmoid, nn.functional.softplus)
-
-
-def tap_gate(taps: Taps, layer: int) -> Calls:
-    """Tap what the function of an output gate reads: the first of `GATES` behind the heads, by head."""
-
-    def answer(func: Any, args: Any, options: Any) -> Any:
-        if func not in GATES or layer not in taps.patterns:
-            return func(*args, **options)
-        heads = taps.patterns[layer][0].shape[1]
-        gate = taps.at(HookPoint.AttnGate(layer), args[0].unflatten(-1, (heads, -1)))
-        return func(gate.flatten(2), *args[1:], **options)
-
-    return Calls(answer)
-
-
 def replace_for(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
     """Set an attribute until the stack unwinds."""
     stack.callback(setattr, owner, name, getattr(owner, name))

@@ -1,4 +1,4 @@
-"""Taps in attention that a family computes in code of its own, past transformers' `AttentionInterface`.
+"""Taps in attention that a family computes in code of its own: past transformers' `AttentionInterface`, or behind it.
 
 Keys and values are seen as the cache takes them, or without one at their products; z as the output projection reads it.
 """
@@ -16,6 +16,7 @@ from mionnx.graph.hook_points import HookPoint
 
 TORCH_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
 ADDED_PRODUCTS = (torch.baddbmm, Tensor.baddbmm)
+GATES = (torch.sigmoid, Tensor.sigmoid, nn.functional.softplus)
 SOFTMAX = (torch.softmax, nn.functional.softmax, Tensor.softmax)
 
 
@@ -103,3 +104,16 @@ def plain_maximum(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         del code["max"]
+
+
+def tap_gate(taps: Taps, layer: int) -> Calls:
+    """Tap what the function of an output gate reads: the first of `GATES` behind the heads, by head."""
+
+    def answer(func: Any, args: Any, options: Any) -> Any:
+        if func not in GATES or layer not in taps.patterns:
+            return func(*args, **options)
+        heads = taps.patterns[layer][0].shape[1]
+        gate = taps.at(HookPoint.AttnGate(layer), args[0].unflatten(-1, (heads, -1)))
+        return func(gate.flatten(2), *args[1:], **options)
+
+    return Calls(answer)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from exporters.transformers.attention import Calls, Taps, replace_for, tap_gate, tap_whole
+from exporters.transformers.attention import Calls, Taps, replace_for, tap_whole
 from exporters.transformers.config import kept_keys
 from exporters.transformers.experts import find_experts, in_order, shared_expert, tap_own_experts, tap_router
 from exporters.transformers.layout import IN_CODE, Layout
-from exporters.transformers.own_attention import tap_products
+from exporters.transformers.own_attention import tap_gate, tap_products
 from exporters.transformers.recurrent import mixer_of, tap_recurrences
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint

@@ -123,14 +123,13 @@ class Cached(nn.Module):
         self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor, past: list[tuple[Tensor, ...]]
     ) -> tuple[Tensor, list[tuple[Tensor, ...]]]:
         cache = TappedCache(self._pasts(past), self.listen, self.layout)
-        tokens = {"attention_mask": attention_mask, "position_ids": position_ids}
+        alone = self.layout.keys == "none"  # transformers masks such a model's tokens, and here each layer does
+        tokens = {} if alone else {"attention_mask": attention_mask, "position_ids": position_ids}
         if self.layout.recurrent:
             own = torch.arange(input_ids.shape[1], device=input_ids.device) - input_ids.shape[1]
             cache.taps.mask = attention_mask.index_select(1, own + attention_mask.shape[1])
         if self.kernel:
             cache.taps.columns = Columns(cache.taps.mask, self.kernel)
-        if self.layout.keys == "none":  # transformers masks such a model's tokens, and here each layer does
-            tokens = {}
         with attached(self.model, cache.taps):
             output = self.model(input_ids=input_ids, **tokens, **{self.word: cache}, use_cache=True)
             logits = cache.taps.at(HookPoint.Logits, output.logits)
