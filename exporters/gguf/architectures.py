@@ -7,7 +7,8 @@ import numpy as np
 from exporters.gguf.facts import ModelFacts, rope, special_ids
 from exporters.gguf.header import Header
 from exporters.gguf.hybrids import HYBRIDS
-from exporters.gguf.layout import KEY_HEADS, LAYER_MODULES, NORMS_BEHIND, Architecture, Config
+from exporters.gguf.layout import KEY_HEADS, LAYER_MODULES, MLP_WIDTH, NORMS_BEHIND, Architecture, Config
+from exporters.gguf.mamba2_hybrids import MAMBA2_HYBRIDS
 from mionnx.errors import ExportError, boundary, nearest
 
 SPECIAL_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
@@ -109,7 +110,7 @@ PLAIN = {
     "smollm3": replace(LLAMA, model_type="smollm3"),
     "starcoder2": Architecture("starcoder2", _starcoder2, STARCODER2_LAYER),
 }
-ARCHITECTURES = dict(sorted((PLAIN | HYBRIDS).items()))
+ARCHITECTURES = dict(sorted((PLAIN | HYBRIDS | MAMBA2_HYBRIDS).items()))
 OTHERS = {  # what a GGUF file may hold besides a language model
     "clip": "a projector of images (mmproj), which belongs to a language model in a file of its own",
     "controlvector": "a control vector: open it with mionnx.Directions.from_gguf",
@@ -180,20 +181,24 @@ def _attention_sizes(facts: ModelFacts, architecture: Architecture) -> Config:
     head_dim = facts.size("attention.key_length", hidden // heads)
     if facts.size("attention.value_length", head_dim) != head_dim:
         raise ExportError(f"{facts.header.file}: keys and values of different lengths are not supported")
-    attends = [True] * layers if architecture.attending is None else architecture.attending(facts, layers)
-    key_heads = facts.key_heads(KEY_HEADS, heads, attends)
-    _check_sizes(facts, heads * head_dim, attends.index(True))
+    attends, fed = (
+        [True] * layers if which is None else which(facts, layers)
+        for which in (architecture.attending, architecture.fed)
+    )
+    key_heads = facts.of_some(KEY_HEADS, attends, "attends", heads)
+    width = facts.of_some(MLP_WIDTH, fed, "has an MLP or experts")
+    _check_sizes(facts, heads * head_dim, attends.index(True), width, fed.index(True))
     context = facts.size("context_length")
     epsilon = facts.maybe("attention.layer_norm_rms_epsilon")
     return {
         "hidden_size": hidden,
-        "intermediate_size": facts.size("feed_forward_length"),
+        "intermediate_size": width,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": key_heads,
         "head_dim": head_dim,
         "max_position_embeddings": context,
-        "rope_parameters": rope(facts, head_dim, context),
+        **({"rope_parameters": rope(facts, head_dim, context)} if architecture.rotates else {}),
         **({} if epsilon is None else {"rms_norm_eps": epsilon}),
     }
 
@@ -206,13 +211,13 @@ def _check_layers(facts: ModelFacts, layers: int, architecture: Architecture) ->
         raise ExportError(f"{header.file} states {stated} layers, and holds tensors of {len(numbers)}")
 
 
-def _check_sizes(facts: ModelFacts, queries: int, attending: int) -> None:
+def _check_sizes(facts: ModelFacts, queries: int, attending: int, width: int, fed: int) -> None:
     """Compare the stated sizes with the tensors, before anything is made by them."""
     header = facts.header
-    inner, routed = "blk.0.ffn_down.weight", "blk.0.ffn_down_exps.weight" in header.tensors
+    inner, routed = f"blk.{fed}.ffn_down.weight", f"blk.{fed}.ffn_down_exps.weight" in header.tensors
     widths = [(f"blk.{attending}.attn_output.weight", queries)]
     if inner in header.tensors or not routed:
-        widths.append((inner, facts.size("feed_forward_length")))
+        widths.append((inner, width))
     for name, size in widths:
         info = header.tensors.get(name)
         if info is None or len(info.shape) < 2 or info.shape[1] != size:

@@ -101,15 +101,15 @@ class ModelFacts:
             raise self.wrong(key, value, "true or false")
         return bool(value)
 
-    def key_heads(self, key: str, heads: int, attends: list[bool]) -> int:
-        """Heads of keys and values: one number, or one a layer, that of each that attends, 0 of others."""
+    def of_some(self, key: str, chosen: list[bool], which: str, default: int | None = None) -> int:
+        """A size of some layers: one number, or one a layer, the same in each that is chosen, 0 in others."""
         value = self.header.metadata.get(f"{self.architecture}.{key}")
-        if all(attends) or not isinstance(value, np.ndarray):
-            return self.size(key, heads)
-        counts = self.by_layer(key, len(attends))
+        if all(chosen) or not isinstance(value, np.ndarray):
+            return self.size(key, default)
+        counts = self.by_layer(key, len(chosen))
         most = max(counts)
-        if not most or counts != [most * one for one in attends]:
-            raise self.wrong(key, counts, "one number in each layer that attends, 0 in others")
+        if not most or counts != [most * one for one in chosen]:
+            raise self.wrong(key, counts, f"one number in each layer that {which}, 0 in others")
         return most
 
     def by_layer(self, key: str, layers: int) -> list[int]:
@@ -117,6 +117,9 @@ class ModelFacts:
         self._read.add(key)
         value = self.header.metadata.get(f"{self.architecture}.{key}")
         numbers = value.tolist() if isinstance(value, np.ndarray) else []
+        further = self.header.metadata.get(f"{self.architecture}.nextn_predict_layers", 0)
+        if len(numbers) == layers + further:  # layers that predict further tokens, which are left out
+            numbers = numbers[:layers]
         if len(numbers) != layers or not all(isinstance(one, int) and 0 <= one <= LARGEST for one in numbers):
             raise self.wrong(key, value, f"{layers} numbers, one a layer")
         return numbers

@@ -1,4 +1,7 @@
-"""llama.cpp's architectures with recurrent layers: their configs, names and orders of rows."""
+"""llama.cpp's architectures with recurrent layers: their configs, names and orders of rows.
+
+Those with Mamba-2 and attention stand in `mamba2_hybrids`.
+"""
 
 from typing import Any
 
@@ -19,10 +22,11 @@ from exporters.gguf.layout import (
 SIGMOID = 2  # llama.cpp's number of the function that makes weights of a router's logits
 CONV, STATE_WEIGHTS = "ssm_conv1d", {"ssm_a": "A_log", "ssm_d": "D"}
 ATTENDS = {True: "full_attention", False: "linear_attention"}
+FINAL_LAYERNORM = {**MODULES_OUTSIDE, "output_norm": "model.final_layernorm"}
 BACKBONE = {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"}
 
 
-def _mixer(path: str, **names: str) -> dict[str, str]:
+def mixer(path: str, **names: str) -> dict[str, str]:
     """Names of a Mamba mixer: in and out projections, convolution, A and D beside those that are given."""
     own = {"ssm_in": "in_proj", CONV: "conv1d", **STATE_WEIGHTS, "ssm_out": "out_proj", **names}
     return {name: f"{path}.{module}" for name, module in own.items()}
@@ -32,9 +36,17 @@ MAMBA_NAMES = {"ssm_x": "x_proj", "ssm_dt": "dt_proj"}
 MAMBA2_NAMES = {"ssm_dt.bias": "dt_bias", "ssm_norm": "norm"}
 
 
-def _stated(facts: ModelFacts, module: str) -> bool:
+def has_bias(facts: ModelFacts, module: str) -> bool:
     """Whether a module of the layers has a bias."""
     return any(name.endswith(f".{module}.bias") for name in facts.header.tensors)
+
+
+def expand(facts: ModelFacts, config: Config) -> int:
+    """How many times as wide as the stream a mixer is."""
+    inner, hidden = facts.size("ssm.inner_size"), config["hidden_size"]
+    if inner % hidden:
+        raise facts.wrong("ssm.inner_size", inner, f"a multiple of {hidden}")
+    return int(inner // hidden)
 
 
 def _mamba_alone(facts: ModelFacts) -> Config:
@@ -52,7 +64,7 @@ def _mamba_alone(facts: ModelFacts) -> Config:
 
 
 def _biases(facts: ModelFacts) -> Config:
-    return {"use_bias": _stated(facts, "ssm_in"), "use_conv_bias": _stated(facts, CONV)}
+    return {"use_bias": has_bias(facts, "ssm_in"), "use_conv_bias": has_bias(facts, CONV)}
 
 
 def mamba(facts: ModelFacts, config: Config) -> Config:
@@ -71,15 +83,23 @@ def mamba2(facts: ModelFacts, config: Config) -> Config:
     return sizes | {"n_groups": facts.size("ssm.group_count")} | _biases(facts)
 
 
-def _expert_counts(facts: ModelFacts) -> Config:
+def expert_counts(facts: ModelFacts) -> Config:
     """How many experts there are, and how many a token chooses; none where the file has none."""
     count = facts.count("expert_count")
     return {"count": count, "chosen": facts.size("expert_used_count") if count else 0}
 
 
+def sigmoid_experts(facts: ModelFacts) -> Config:
+    """The same of a router by sigmoids, and what its weights are multiplied by."""
+    gating, scale = facts.maybe("expert_gating_func", SIGMOID), facts.maybe("expert_weights_scale")
+    if gating != SIGMOID:
+        raise facts.wrong("expert_gating_func", gating, f"{SIGMOID} (sigmoid)")
+    return expert_counts(facts) | {"scale": scale or 1.0}
+
+
 def jamba(facts: ModelFacts, config: Config) -> Config:
     """Jamba: which layers attend, and which have experts, is told by a period and an offset."""
-    layers, experts = config["num_hidden_layers"], _expert_counts(facts)
+    layers, experts = config["num_hidden_layers"], expert_counts(facts)
     period, offset = _period(facts, by_heads(facts, layers), "attention")
     expert_period, expert_offset = layers + 1, layers  # none
     if experts["count"] > 1:
@@ -94,40 +114,10 @@ def jamba(facts: ModelFacts, config: Config) -> Config:
         "num_experts_per_tok": experts["chosen"] or 1,
         "mamba_d_state": facts.size("ssm.state_size"),
         "mamba_d_conv": facts.size("ssm.conv_kernel"),
-        "mamba_expand": _expand(facts, config),
+        "mamba_expand": expand(facts, config),
         "mamba_dt_rank": facts.size("ssm.time_step_rank"),
-        "mamba_conv_bias": _stated(facts, CONV),
-        "mamba_proj_bias": _stated(facts, "ssm_in"),
-    }
-
-
-def granite_hybrid(facts: ModelFacts, config: Config) -> Config:
-    """Granite 4: Mamba-2 and attention without a rotation, each with an MLP, and experts beside it or none."""
-    if facts.flag("rope.scaling.finetuned"):
-        raise facts.wrong("rope.scaling.finetuned", True, "False: a hybrid that rotates is Bamba, which is not read")
-    experts, heads = _expert_counts(facts), facts.size("ssm.time_step_rank")
-    scales = {
-        "attention_multiplier": "attention.scale",
-        "embedding_multiplier": "embedding_scale",
-        "residual_multiplier": "residual_scale",
-        "logits_scaling": "logit_scale",
-    }
-    return {
-        **{key: facts.number(name) for key, name in scales.items()},
-        "layer_types": [ATTENDS[one] for one in by_heads(facts, config["num_hidden_layers"])],
-        "num_local_experts": experts["count"],
-        "num_experts_per_tok": experts["chosen"],
-        "shared_intermediate_size": facts.size("expert_shared_feed_forward_length", config["intermediate_size"]),
-        "position_embedding_type": "nope",
-        "mamba_n_heads": heads,
-        "mamba_d_head": facts.size("ssm.inner_size") // heads,
-        "mamba_n_groups": facts.size("ssm.group_count"),
-        "mamba_d_state": facts.size("ssm.state_size"),
-        "mamba_d_conv": facts.size("ssm.conv_kernel"),
-        "mamba_expand": _expand(facts, config),
-        "mamba_conv_bias": _stated(facts, CONV),
-        "mamba_proj_bias": _stated(facts, "ssm_in"),
-        "attention_bias": _stated(facts, "attn_q"),
+        "mamba_conv_bias": has_bias(facts, CONV),
+        "mamba_proj_bias": has_bias(facts, "ssm_in"),
     }
 
 
@@ -145,17 +135,15 @@ def lfm2(facts: ModelFacts, config: Config) -> Config:
 
 def lfm2_moe(facts: ModelFacts, config: Config) -> Config:
     """The same with experts behind some layers of one MLP."""
-    gating, experts = facts.maybe("expert_gating_func", SIGMOID), _expert_counts(facts)
-    if gating != SIGMOID:
-        raise facts.wrong("expert_gating_func", gating, f"{SIGMOID} (sigmoid)")
+    experts = sigmoid_experts(facts)
     return lfm2(facts, config) | {
         "moe_intermediate_size": facts.size("expert_feed_forward_length"),
         "num_dense_layers": facts.count("leading_dense_block_count"),
         "num_experts": experts["count"],
         "num_experts_per_tok": experts["chosen"],
-        "use_expert_bias": _stated(facts, "exp_probs_b"),
+        "use_expert_bias": has_bias(facts, "exp_probs_b"),
         "norm_topk_prob": True,
-        "routed_scaling_factor": facts.maybe("expert_weights_scale") or 1.0,
+        "routed_scaling_factor": experts["scale"],
     }
 
 
@@ -176,7 +164,7 @@ def delta_net(facts: ModelFacts, config: Config) -> Config:
 
 def routed_delta_net(facts: ModelFacts, config: Config) -> Config:
     """The same with experts in each layer, and one beside them."""
-    experts = _expert_counts(facts)
+    experts = expert_counts(facts)
     return delta_net(facts, config) | {
         "num_experts": experts["count"],
         "num_experts_per_tok": experts["chosen"],
@@ -186,13 +174,6 @@ def routed_delta_net(facts: ModelFacts, config: Config) -> Config:
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
-
-
-def _expand(facts: ModelFacts, config: Config) -> int:
-    inner, hidden = facts.size("ssm.inner_size"), config["hidden_size"]
-    if inner % hidden:
-        raise facts.wrong("ssm.inner_size", inner, f"a multiple of {hidden}")
-    return int(inner // hidden)
 
 
 def by_interval(facts: ModelFacts, layers: int) -> list[bool]:
@@ -243,23 +224,9 @@ def projection_order(module: str, config: Config) -> Order:
     return Order(np.concatenate([start + np.arange(count).reshape(keys, -1) for start, count in starts], 1).ravel())
 
 
-SHARED_MLP = {"ffn_gate": "shared_mlp.input_linear", "ffn_up": "shared_mlp.input_linear"}
-GRANITE_HYBRID_LAYER = {
-    **LAYER_MODULES,
-    **_mixer("mamba", **MAMBA2_NAMES),
-    **SHARED_MLP,
-    "ffn_down": "shared_mlp.output_linear",
-    "ffn_gate_inp": "block_sparse_moe.router.layer",
-    "ffn_gate_exps": "block_sparse_moe.input_linear",
-    "ffn_up_exps": "block_sparse_moe.input_linear",
-    "ffn_down_exps": "block_sparse_moe.output_linear",
-    "ffn_gate_shexp": "shared_mlp.input_linear",
-    "ffn_up_shexp": "shared_mlp.input_linear",
-    "ffn_down_shexp": "shared_mlp.output_linear",
-}
 JAMBA_LAYER = {
     **{key: name for key, name in LAYER_MODULES.items() if key.startswith("attn_")},
-    **_mixer("mamba", **MAMBA_NAMES, **{f"ssm_{one}_norm": f"{one}_layernorm" for one in ("dt", "b", "c")}),
+    **mixer("mamba", **MAMBA_NAMES, **{f"ssm_{one}_norm": f"{one}_layernorm" for one in ("dt", "b", "c")}),
     "ffn_norm": "pre_ff_layernorm",
     **{f"ffn_{one}": f"feed_forward.{one}_proj" for one in ("gate", "up", "down")},
     "ffn_gate_inp": "feed_forward.router",
@@ -323,7 +290,7 @@ def _mamba(family: str, config: Any, names: dict[str, str]) -> Architecture:
     return Architecture(
         family,
         config,
-        {"attn_norm": "norm", **_mixer("mixer", **names)},
+        {"attn_norm": "norm", **mixer("mixer", **names)},
         outside=BACKBONE,
         blocks="backbone.layers",
         sizes=_mamba_alone,
@@ -349,21 +316,11 @@ def _delta_net(family: str, config: Any, layer: dict[str, str], order: Any) -> A
 
 
 HYBRIDS = {
-    "granitehybrid": Architecture(
-        "granitemoehybrid",
-        granite_hybrid,
-        GRANITE_HYBRID_LAYER,
-        interleaved=True,
-        attending=by_heads,
-        convolution=CONV,
-        decays=("ssm_a",),
-        flat=("ssm_norm", *STATE_WEIGHTS),
-    ),
     "jamba": Architecture(
         "jamba",
         jamba,
         JAMBA_LAYER,
-        outside={"token_embd": "model.embed_tokens", "output_norm": "model.final_layernorm", "output": "lm_head"},
+        outside=FINAL_LAYERNORM,
         attending=by_heads,
         convolution=CONV,
         decays=("ssm_a",),

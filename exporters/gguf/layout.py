@@ -24,7 +24,7 @@ LAYER_MODULES = {  # module of a layer, llama.cpp's name -> transformers' in mos
 }
 NORMS_BEHIND = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 MODULES_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-KEY_HEADS = "attention.head_count_kv"
+KEY_HEADS, MLP_WIDTH = "attention.head_count_kv", "feed_forward_length"
 UNEMBEDDING = "lm_head.weight"
 Config = dict[str, Any]
 
@@ -51,7 +51,8 @@ class Architecture:
         interleaved: rows of the query's and key's projections are stored for a rotation of neighbouring values.
         reordered: other tensors whose rows or columns stand in another order.
         norm_offset: what llama.cpp's files have added to the weights of norms, but for `plain_norms`.
-        attending: which layers attend; None if all.
+        attending, fed: which layers attend, and which have an MLP or experts; None if all.
+        rotates: whether queries and keys are rotated; if not, nothing is read of a rotation.
         sizes: the config's sizes where no layer attends.
         convolution: module of taps [channels, taps] in the file, [channels, 1, taps] in transformers.
         decays: modules of which the file has the decay where transformers has the logarithm of it.
@@ -67,6 +68,8 @@ class Architecture:
     outside: Mapping[str, str] = field(default_factory=lambda: MODULES_OUTSIDE)
     blocks: str = "model.layers"
     attending: Callable[[ModelFacts, int], list[bool]] | None = None
+    fed: Callable[[ModelFacts, int], list[bool]] | None = None
+    rotates: bool = True
     sizes: Callable[[ModelFacts], Config] | None = None
     convolution: str | None = None
     decays: tuple[str, ...] = ()
@@ -93,3 +96,8 @@ class Architecture:
 def by_heads(facts: ModelFacts, layers: int) -> list[bool]:
     """Which layers attend: the file states no heads for keys in the others."""
     return [count > 0 for count in facts.by_layer(KEY_HEADS, layers)]
+
+
+def by_widths(facts: ModelFacts, layers: int) -> list[bool]:
+    """Which layers have an MLP or experts: the file states no width in the others."""
+    return [width > 0 for width in facts.by_layer(MLP_WIDTH, layers)]

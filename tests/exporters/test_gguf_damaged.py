@@ -129,7 +129,7 @@ def test_a_damaged_header_is_refused_and_nothing_is_made_by_its_numbers(content,
         ({"general.architecture": "controlvector"}, "a control vector: open it with mionnx"),
         (
             {"general.architecture": "bloom"},
-            r"the architecture 'bloom'; known are gemma, gemma2, gemma3, .*, starcoder2",
+            r"the architecture 'bloom'; known are falcon-h1, gemma, gemma2, .*, starcoder2",
         ),
         ({"general.architecture": "quen3"}, "did you mean 'qwen3'"),
         ({"general.architecture": "bert", "bert.attention.causal": False}, r"an embedding model \(bert\)"),

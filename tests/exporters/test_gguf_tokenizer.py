@@ -213,7 +213,9 @@ def test_gemma_orders_its_merges_by_place_and_spells_spaces_as_spaces(pieces, tm
     assert [theirs(text)["input_ids"] for text in TEXTS] == ids(found)
 
 
+MAMBA2_HYBRIDS = ("falcon-h1", "nemotron_h", "nemotron_h_moe")
 KINDS = {  # architecture -> pre-tokenizers of its files; None for SentencePiece
+    **{name: ["llama-bpe"] for name in MAMBA2_HYBRIDS},  # "falcon-h1" and "pixtral" of these files cut alike
     "gemma": [None],
     "gemma2": [None],
     "gemma3": [None],
@@ -234,7 +236,7 @@ KINDS = {  # architecture -> pre-tokenizers of its files; None for SentencePiece
     "starcoder2": ["gpt-2"],
 }
 
-HYBRIDS = ("granitehybrid", "jamba", "lfm2", "lfm2moe", "mamba", "mamba2")
+HYBRIDS = ("granitehybrid", "jamba", "lfm2", "lfm2moe", "mamba", "mamba2", *MAMBA2_HYBRIDS)
 ALIKE = {  # it reads none of these
     "gemma": "gemma2",
     **dict.fromkeys(("granite", *HYBRIDS, "olmo2", "smollm3"), "llama"),

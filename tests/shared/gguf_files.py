@@ -16,6 +16,7 @@ from gguf_hybrids import hybrid_facts, hybrid_tensors, is_hybrid
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 ARCHITECTURE = {  # llama.cpp's name where it is another than transformers'
     "gemma3_text": "gemma3",
+    "falcon_h1": "falcon-h1",
     "falcon_mamba": "mamba",
     "granitemoehybrid": "granitehybrid",
     "lfm2_moe": "lfm2moe",
@@ -23,7 +24,7 @@ ARCHITECTURE = {  # llama.cpp's name where it is another than transformers'
     "qwen3_5_moe_text": "qwen35moe",
     "qwen3_next": "qwen3next",
 }
-INTERLEAVED = ("llama", "granite", "smollm3", "granitemoehybrid")
+INTERLEAVED = ("llama", "granite", "smollm3", "granitemoehybrid", "nemotron_h")
 PLUS_ONE = ("gemma", "gemma2", "gemma3_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 F32, Q4_K = GGMLQuantizationType.F32, GGMLQuantizationType.Q4_K
 
@@ -45,11 +46,10 @@ def write_gguf(
         factors: tensors besides the model's.
     """
     config = model.config
-    family = config.model_type
-    writer = GGUFWriter(path, ARCHITECTURE.get(family, family))
+    writer = GGUFWriter(path, architecture(config))
     known = hybrid_facts(config) if is_hybrid(config) else facts(config)
     keys = {
-        **{f"{ARCHITECTURE.get(family, family)}.{key}": value for key, value in known.items()},
+        **{f"{architecture(config)}.{key}": value for key, value in known.items()},
         **byte_vocabulary(config.vocab_size),
     }
     keys |= extra or {}
@@ -60,6 +60,13 @@ def write_gguf(
         put(writer, name, weight, kind)
     finish(writer)
     return path
+
+
+def architecture(config: Any) -> str:
+    """llama.cpp's name of what a config is of."""
+    if config.model_type == "nemotron_h" and "moe" in config.layers_block_type:
+        return "nemotron_h_moe"
+    return ARCHITECTURE.get(config.model_type, config.model_type)
 
 
 def write_small(path: Path, keys: dict[str, Any], weights: dict[str, np.ndarray] | None = None) -> Path:
@@ -168,7 +175,7 @@ def tensors(model: Any) -> list[tuple[str, np.ndarray]]:
     """Names and values as the converter writes them."""
     config = model.config
     family, found = config.model_type, []
-    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURE.get(family, family))
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture(config))
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     weights = {path: parameter.detach().float().numpy() for path, parameter in model.state_dict().items()}

@@ -1,6 +1,7 @@
 """Keys and tensors of models with recurrent layers, as llama.cpp's converter writes them.
 
-Written from its `conversion/mamba.py`, `jamba.py`, `granite.py`, `lfm2.py` and `qwen.py`.
+Written from its `conversion/mamba.py`, `jamba.py`, `granite.py`, `lfm2.py`, `qwen.py`, `nemotron.py` (and `base.py`,
+which writes the keys of experts' groups) and `falcon_h1.py`.
 """
 
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 
 MIXERS = ("mamba", "falcon_mamba", "mamba2")
 DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-HYBRIDS = (*MIXERS, *DELTA_NETS, "jamba", "granitemoehybrid", "lfm2_moe")
+HYBRIDS = (*MIXERS, *DELTA_NETS, "jamba", "granitemoehybrid", "lfm2_moe", "nemotron_h", "falcon_h1")
 Array = np.ndarray
 
 
@@ -20,6 +21,10 @@ def is_hybrid(config: Any) -> bool:
 def hybrid_facts(config: Any) -> dict[str, Any]:
     """What the converter writes of a config, without the architecture's name."""
     family = config.model_type
+    if family == "nemotron_h":
+        return _nemotron(config)
+    if family == "falcon_h1":
+        return _falcon(config)
     if family in MIXERS:
         inner = config.expand * config.hidden_size
         found = {
@@ -99,6 +104,67 @@ def _delta_net(config: Any) -> dict[str, Any]:
     }
 
 
+def _nemotron(config: Any) -> dict[str, Any]:
+    attends, routed = ([kind == one for kind in config.layers_block_type] for one in ("full_attention", "moe"))
+    mlps = routed if any(routed) else [kind == "mlp" for kind in config.layers_block_type]
+    width = config.moe_intermediate_size if any(routed) else config.intermediate_size
+    found = {
+        "context_length": 2**20,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": [width * one for one in mlps],
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": [config.num_key_value_heads * one for one in attends],
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.layer_norm_epsilon,
+        "attention.layer_norm_epsilon": config.layer_norm_epsilon,
+        "rope.freq_base": 10000.0,
+        # not of a head: Granite's conversion, which it inherits, drops the length of heads before this is written
+        "rope.dimension_count": config.hidden_size // config.num_attention_heads,
+        "rope.scaling.finetuned": False,
+        "ssm.conv_kernel": config.conv_kernel,
+        "ssm.state_size": config.ssm_state_size,
+        "ssm.group_count": config.n_groups,
+        "ssm.inner_size": config.mamba_num_heads * config.mamba_head_dim,
+        "ssm.time_step_rank": config.mamba_num_heads,
+    }
+    if not any(routed):
+        return found
+    return found | {
+        "expert_count": config.n_routed_experts,
+        "expert_used_count": config.num_experts_per_tok,
+        "expert_shared_count": config.n_shared_experts,
+        "expert_group_count": config.n_group,
+        "expert_group_used_count": config.topk_group,
+        "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_feed_forward_length": config.moe_shared_expert_intermediate_size,
+        "expert_weights_norm": config.norm_topk_prob,
+        "expert_weights_scale": float(config.routed_scaling_factor),
+        "moe_latent_size": config.moe_latent_size,
+    }
+
+
+def _falcon(config: Any) -> dict[str, Any]:
+    return {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "ssm.conv_kernel": config.mamba_d_conv,
+        "ssm.inner_size": config.mamba_d_ssm,
+        "ssm.state_size": config.mamba_d_state,
+        "ssm.time_step_rank": config.mamba_d_ssm // config.mamba_d_head,
+        "ssm.group_count": config.mamba_n_groups,
+    }
+
+
 def hybrid_tensors(config: Any, weights: dict[str, Array]) -> dict[str, Array]:
     """Weights by the checkpoint's own names that the `gguf` package maps, changed as the converter does."""
     found: dict[str, Array] = {}
@@ -111,6 +177,8 @@ def hybrid_tensors(config: Any, weights: dict[str, Array]) -> dict[str, Array]:
 def _named(config: Any, path: str, weight: Array) -> list[tuple[str, Array]]:
     """A weight under the checkpoint's names, which differ from the module's in experts; some are cut in two."""
     block, _, last = path.rpartition(".")
+    if config.model_type == "nemotron_h":
+        return [(_nemotron_name(path), weight)]
     if path.endswith("dt_bias"):
         return [(f"{block}.dt_proj.bias", weight)]
     if last == "gate_up_proj":
@@ -141,17 +209,55 @@ def _named(config: Any, path: str, weight: Array) -> list[tuple[str, Array]]:
     return [(path, weight)]
 
 
+def _nemotron_name(path: str) -> str:
+    """The checkpoint's name, and that of a stack of experts."""
+    for end, other in {
+        "dt_bias": "dt_proj.bias",
+        "e_score_correction_bias": "e_score_correction.bias",
+        "mixer.experts.up_proj": "mlp.experts.up_proj.weight",
+        "mixer.experts.down_proj": "mlp.experts.down_proj.weight",
+    }.items():
+        if path.endswith(end):
+            path = path.removesuffix(end) + other
+    return path if ".mlp.experts." in path else path.replace("model.", "backbone.", 1)
+
+
+def _multiplied(config: Any, name: str, weight: Array) -> Array:
+    """Falcon-H1's weights, each with the factor of what goes into it or of what comes out."""
+    into, gate, down = config.attention_in_multiplier, *config.mlp_multipliers
+    factors = {
+        "down_proj": down,
+        "gate_proj": gate,
+        "k_proj": config.key_multiplier * into,
+        "q_proj": into,
+        "v_proj": into,
+        "o_proj": config.attention_out_multiplier,
+        "out_proj": config.ssm_out_multiplier,
+        "lm_head": config.lm_head_multiplier,
+        "embed_tokens": config.embedding_multiplier,
+    }
+    module = name.split(".")[-2]
+    if module == "in_proj":
+        state = config.mamba_n_groups * config.mamba_d_state
+        lengths = [config.mamba_d_ssm, config.mamba_d_ssm, state, state, config.mamba_n_heads]
+        factor = np.repeat(config.ssm_multipliers, lengths) * config.ssm_in_multiplier
+        return (weight * factor[:, None]).astype(np.float32)
+    return weight * np.float32(factors.get(module, 1.0))
+
+
 def _changed(config: Any, name: str, weight: Array) -> Array:
     family = config.model_type
+    if family == "falcon_h1":
+        weight = _multiplied(config, name, weight)
     if family.startswith("qwen3_5") and "linear_attn" in name:
         weight = _tiled(config, name, weight)
     if name.endswith("A_log"):
         weight = -np.exp(weight)
-    if family in ("mamba2", "granitemoehybrid"):
+    if family in ("mamba2", "granitemoehybrid", "nemotron_h", "falcon_h1"):
         if name.endswith(("A_log", ".D")):
             return weight[:, None]
         if name.endswith((".mixer.norm.weight", ".mamba.norm.weight")):
-            return weight.reshape(config.n_groups if family == "mamba2" else config.mamba_n_groups, -1)
+            return weight.reshape(config.n_groups if hasattr(config, "n_groups") else config.mamba_n_groups, -1)
     return weight
 
 
