@@ -1,4 +1,4 @@
-"""mionnx beside the `rwkv` package on a CPU: prefill and decode, RWKV-6 and RWKV-7, one thread and all.
+"""mionnx beside the `rwkv` package on a CPU: prefill and decode, RWKV-4, RWKV-6 and RWKV-7, one thread and all.
 
     python benchmarks/rwkv_speed.py [--hidden 512] [--layers 12] [--repeats 5] [--save]
 
@@ -129,7 +129,7 @@ def main() -> None:
         print(json.dumps(measure(version, threads, options.hidden, options.layers, options.repeats)))
         return
     cores = os.cpu_count() or 1
-    jobs = [(version, threads) for version in (6, 7) for threads in dict.fromkeys((1, cores))]
+    jobs = [(version, threads) for version in (4, 6, 7) for threads in dict.fromkeys((1, cores))]
     rows = [row for job in track(jobs, "measuring") for row in run(*job, options)]
     title = f"hidden {options.hidden}, {options.layers} layers, fp32, {cores} cores; medians of {options.repeats}"
     title += f"; {platform.processor() or platform.machine()}"

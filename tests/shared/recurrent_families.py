@@ -210,7 +210,9 @@ def make_recurrent(family: str, folder: Path, **changes: Any) -> PreTrainedModel
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if name.endswith("A_log") and "linear_attn" in name:  # behind a strong decay a norm magnifies rounding
+            if name.endswith("A_log") and (  # behind a strong decay a norm magnifies rounding
+                "linear_attn" in name or family == "kimi_linear"
+            ):
                 weight.copy_(torch.log(torch.rand_like(weight) + 0.01))
             elif name.endswith(("A_log", "dt_bias", "dt_proj.bias")):
                 weight.add_(torch.randn_like(weight) * 0.2)
