@@ -24,7 +24,7 @@ from time import perf_counter
 
 from rich.console import Console
 from rich.progress import track
-from tables import RESULTS, present
+from tables import earlier, present
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests" / "shared"))
@@ -154,14 +154,6 @@ def piece(family: str, model: MIModel, reference: Reference, seeds: range) -> Co
     return counts
 
 
-def earlier(name: str, families: list[str]) -> dict[str, tuple[str, ...]]:
-    """The rows of a saved table, but of these families."""
-    path = RESULTS / f"{name}.md"
-    lines = path.read_text().splitlines() if path.exists() else []
-    rows = [tuple(line.split(" | ")) for line in lines if line.count(" | ") == len(COLUMNS) - 1]
-    return {row[0]: row for row in rows[2:] if row[0] not in families}  # behind names and dashes
-
-
 def main() -> None:
     """Run, print, and save if asked."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -180,7 +172,7 @@ def main() -> None:
     named = ", ".join(f"{count} {name}" for name, count in refusals.most_common())
     kinds = {"random_specs_encoders": ENCODERS, "random_specs_hybrids": HYBRIDS}
     table = next((name for name, kind in kinds.items() if {*families} <= {*kind}), "random_specs")
-    kept = earlier(table, families)
+    kept = earlier(table, COLUMNS, families)
     rows = kept | {counts.family: counts.row() for counts in found}
     others = f" Run last: {', '.join(families)}; the other rows are of earlier runs." if kept else ""
     present(

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from family_models import RWKV4, for_each, make_decoder
-from tables import present
+from tables import earlier, present
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "tests" / "shared"))
@@ -102,7 +102,10 @@ def main() -> None:
     given = parser.parse_args()
     names = given.families or [name for name, entry in table.saved().items() if "row" in entry]
     found = for_each(names, measure, given.rows, {})
-    rows = [found[name].get("row") or [name, "-", "-", found[name]["missing"]] for name in names]
+    kept = earlier("rescaled_families", COLUMNS, names) if given.families else {}
+    measured = {name: tuple(found[name].get("row") or (name, "-", "-", found[name]["missing"])) for name in names}
+    order = sorted(kept | measured, key=lambda name: (name.endswith(AS_ENCODER), name))
+    rows = [(kept | measured)[name] for name in order]
     refused = sum(row[3].startswith("refused: ") for row in rows)
     whole = sum(row[3].split(" of ")[0] == row[3].split(" of ")[-1] and row[1] != "-" for row in rows)
     said = f"{whole} of {len(rows)} give the same bits in every batch; {refused} refused by name."

@@ -1,6 +1,6 @@
 """Tables of a benchmark: on the terminal, and as Markdown under `results/`."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -44,3 +44,11 @@ def present(
     parts += ["\n".join(f"- {note}" for note in notes)] if notes else []
     if save:
         (RESULTS / f"{name}.md").write_text("\n\n".join(parts) + "\n")
+
+
+def earlier(name: str, columns: Sequence[str], measured: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """The rows of a saved table with these columns, by their first cells, but those that are measured anew."""
+    path = RESULTS / f"{name}.md"
+    lines = path.read_text().splitlines() if path.exists() else []
+    rows = [tuple(line.split(" | ")) for line in lines if line.count(" | ") == len(columns) - 1]
+    return {row[0]: row for row in rows[2:] if row[0] not in measured}  # behind names and dashes

@@ -5,7 +5,8 @@
 A small random model of each family whose decoder the table of families has: queries, keys, values and outputs of heads
 against W_Q, W_K, W_V, W_O, neurons and the MLP's output against W_in, W_gate, W_out, experts by the tokens that choose
 them, to 2e-5 of the largest number. A weight that a family has not, or not as one matrix, is refused by name, and the
-reason stands in its cell. About twenty minutes; `--rows` keeps what was measured in a file of JSON lines.
+reason stands in its cell. About twenty minutes; `--rows` keeps what was measured in a file of JSON lines. Of named
+families the saved table keeps the others' rows.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 from family_models import for_each, make_decoder  # what stands in tests/shared is found by it
-from tables import present
+from tables import earlier, present
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from weights_law import check_attention, check_mlp
 
@@ -71,8 +72,12 @@ def main() -> None:
     parser.add_argument("--rows", type=Path)
     parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
-    found = for_each(given.families or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), measure, given.rows, {})
-    rows = [entry["row"] for _, entry in sorted(found.items()) if "row" in entry]  # why others are missing: families.md
+    names = given.families or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    kept = earlier("weights_of_families", COLUMNS, names) if given.families else {}
+    found = for_each(names, measure, given.rows, {})
+    # why others are missing: families.md
+    by_name = kept | {name: tuple(entry["row"]) for name, entry in found.items() if "row" in entry}
+    rows = [row for _, row in sorted(by_name.items())]
     agree = sum({*row[2:]} <= {AGREES, "-"} for row in rows)
     said = f"{agree} of {len(rows)} families agree in every weight; the others say which they have not, and why"
     present("weights_of_families", "x W + b is the hooked value", said, [(COLUMNS, rows)], given.save, notes=NOTES)

@@ -421,10 +421,10 @@ class Hybrid(Decoder):
     def _neurons(self, i: int, x: Tensor, names: Sequence[str], see: See) -> Tensor:
         block = f"blocks.{i}"
         x = see(f"{block}.mlp.hook_pre", x)
-        gate, up = (
-            see(f"{block}.mlp.hook_{what}", self._linear(x, name))
-            for what, name in zip(("gate", "up"), names, strict=False)
-        )
+        halves = dict(zip(("gate", "up"), names, strict=False))
+        order = ("up", "gate") if self.family == "falcon_h1" else ("gate", "up")  # a splice reads what came before
+        found = {what: see(f"{block}.mlp.hook_{what}", self._linear(x, halves[what])) for what in order}
+        gate, up = found["gate"], found["up"]
         before, behind = self.config.get("mlp_multipliers", (1, 1))
         active = _gelu_of_tanh(gate) if self.family == "recurrent_gemma" else silu(before * gate)
         post = behind * self._linear(see(f"{block}.mlp.hook_act", active * up), names[2])

@@ -222,6 +222,9 @@ def make_recurrent(family: str, folder: Path, **changes: Any) -> PreTrainedModel
                 weight.copy_(torch.randn_like(weight) * size / max(1.0, (weight.shape[-1] / 16) ** 0.5))
             else:
                 weight.add_(torch.randn_like(weight) * 0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # zeros would leave equal scores to anyone's choice
+                buffer.add_(torch.randn_like(buffer) * 0.2)
     model.save_pretrained(folder)
     return model
 
