@@ -288,7 +288,8 @@ def lens_transport(
     Args:
         vectors: [hidden] or [n, hidden], of the layer's stream.
         layer: the layer that they are of.
-        step: size of the move, as a share of the stream's median norm.
+        step: size of the move, as a share of the stream's median norm. In a mixture of experts a choice that flips
+            within it is no derivative, and may outweigh all others: compare a smaller one, or `fit_lens`.
         texts, skip, max_tokens, column, progress: see `fit_lens`.
 
     Returns:
