@@ -153,13 +153,14 @@ class Hybrid(Decoder):
         """Attention and a mixer on one norm, each with factors before and behind it; an MLP with factors of its own."""
         at, config = f"model.layers.{i}", self.config
         inner = self._rms_norm(x, f"{at}.input_layernorm")
+        mixed = self._state_space(i, inner, f"{at}.mamba", see)  # first: a splice reads what came before
         read = config["attention_in_multiplier"] * inner
         q, k, v = (
             self._linear(read, f"{at}.self_attn.{name}_proj").unflatten(-1, (-1, config["head_dim"])) for name in "qkv"
         )
         parts = (q, config["key_multiplier"] * k, v)
         added = self._mixed_heads(i, parts, f"{at}.self_attn.o_proj", see, factor=config["attention_out_multiplier"])
-        x = see(f"blocks.{i}.hook_resid_mid", x + self._state_space(i, inner, f"{at}.mamba", see) + added)
+        x = see(f"blocks.{i}.hook_resid_mid", x + mixed + added)
         names = [f"{at}.feed_forward.{name}_proj" for name in ("gate", "up", "down")]
         return x + self._neurons(i, self._rms_norm(x, f"{at}.pre_ff_layernorm"), names, see)
 
