@@ -63,7 +63,10 @@ def capture(graph: gs.Graph, wants: Sequence[CaptureNode], metadata: Metadata, r
     tensors = named(graph)
     for want in wants:
         value = _value(graph, want, tensors, metadata, report)
-        graph.outputs.append(part_of(graph, want, value, report))
+        output = part_of(graph, want, value, report)
+        # keys and values that other layers read cross a cut under the name by which the model gives them
+        if all(output is not own for own in graph.outputs):
+            graph.outputs.append(output)
         report.outputs.append(want.fetched)
 
 

@@ -27,7 +27,8 @@ def restrict(graph: gs.Graph, plan: Plan, report: Report) -> None:
     """Cut the model's own outputs down to those of a plan."""
     outputs = plan.outputs
     if not outputs.carried:
-        graph.outputs = [output for output in graph.outputs if not output.name.startswith(PRESENTS)]
+        ends = {want.fetched for want in plan.captures}  # of a piece
+        graph.outputs = [out for out in graph.outputs if not out.name.startswith(PRESENTS) or out.name in ends]
     if not outputs.logits:
         graph.outputs = [output for output in graph.outputs if output.name != LOGITS]
         return

@@ -26,7 +26,7 @@ from mionnx.graph.output_head import LOGITS
 from mionnx.inputs.lacking import refuse_normed_stream
 from mionnx.spec.limits import indices_of
 
-ROLES = dict(zip(INTO_ATTENTION, "qkvg", strict=True))
+ROLES = dict(zip(INTO_ATTENTION, "qkkvg", strict=True))
 POINTS = ("ResidPre", "ResidMid", "ResidPost", "AttnZ", "AttnOut", "MlpPre", "MlpOut")
 
 
@@ -231,15 +231,20 @@ def _ways(
 
 def _groups(model: HookedModel, layer: int) -> dict[str, int]:
     """Hook point of keys or values -> how many heads share one of them, where several do."""
-    heads, hooks = _heads(model, str(HookPoint.AttnZ(layer))), (HookPoint.AttnK(layer), HookPoint.AttnV(layer))
-    groups = {str(hook): heads // _heads(model, str(hook)) for hook in hooks}
+    heads = _heads(model, str(HookPoint.AttnZ(layer)))
+    groups = {
+        hook: heads // _heads(model, hook) for hook, role in _attention_inputs(model, layer).items() if role in "kv"
+    }
     return {hook: group for hook, group in groups.items() if group > 1}
 
 
 def _attention_inputs(model: HookedModel, layer: int) -> dict[str, str]:
     """The hook points of what a layer's heads compute with, each with its role; few attentions have a gate."""
-    names = {str(getattr(HookPoint, variant)(layer)): role for variant, role in ROLES.items()}
-    return {name: role for name, role in names.items() if role != "g" or name in model.metadata.hooks}
+    names = {variant: str(getattr(HookPoint, variant)(layer)) for variant in ROLES}
+    lacking = {variant for variant, name in names.items() if name not in model.metadata.hooks}
+    # queries, keys and values are named even where they are lacking: the refusal tells of it
+    absent = {"AttnGate"} & lacking | ({"AttnRotK"} if {"AttnK", "AttnRotK"} - lacking != {"AttnRotK"} else {"AttnK"})
+    return {name: ROLES[variant] for variant, name in names.items() if variant not in absent}
 
 
 def _attention(model: HookedModel, layer: int, groups: Mapping[str, int]) -> Iterator[Node]:

@@ -11,7 +11,7 @@ from mionnx.analysis.sweep.grid import Positions
 from mionnx.analysis.sweep.metric import Measure, Tokens
 from mionnx.analysis.sweep.patched_runs import Shortcuts, shortcuts_for
 from mionnx.analysis.sweep.path_runs import reached_layers, refuse_crossings
-from mionnx.analysis.sweep.receivers import Receiver, make_receivers
+from mionnx.analysis.sweep.receivers import Receiver, make_receivers, refuse_other_ways
 from mionnx.analysis.sweep.result import SweepResult
 from mionnx.analysis.sweep.sweep import Before, Sweep, SweepSetting, run_sweep
 from mionnx.graph.hook_points import HookPoint
@@ -107,22 +107,26 @@ def path_patch(
 
     Args:
         over, layers, resume, resume_key, before, progress: see `patch_sweep`.
-        receivers: the inputs `hook_q`, `hook_k`, `hook_v`, `attn.hook_gate`, `ssm.hook_pre` or `mlp.hook_pre` of a
-            layer, or `hook_final_norm` (of a stream that is normed after its last addition `hook_resid_post` of the
-            last layer), globs allowed; with heads as pairs `("blocks.3.attn.hook_q", [0, 5])`; or "all". A hook point
-            that is named twice receives with the heads of both.
+        receivers: the inputs `hook_q`, `hook_k` (of latent attention `hook_rot_k`), `hook_v`, `attn.hook_gate`,
+            `ssm.hook_pre` or `mlp.hook_pre` of a layer, or `hook_final_norm` (of a stream that is normed after its last
+            addition `hook_resid_post` of the last layer), globs allowed; with heads as pairs
+            `("blocks.3.attn.hook_q", [0, 5])`; or "all". A hook point that is named twice receives with the heads of
+            both.
         sender: the hook point that is patched, cell by cell.
 
     Raises:
         HookError: no such hook point, or one that receives nothing; a recurrent model.
         InputError: prompts, axes, tokens, heads or a metric that do not fit; receivers that all come before the
-            senders; a model of which a layer reads more of earlier ones than the residual stream.
+            senders; a model of which a layer reads more of earlier ones than the residual stream; "all" where a layer
+            reads the stream by another way than all receivers (a router of attention heads).
 
     Example:
         result = model.path_patch("The capital of France is", "The capital of Italy is", "blocks.3.attn.hook_q")
         result.values.shape  # (n_layers, n_heads)
     """
     reading = make_receivers(model.hooked, receivers)
+    if receivers == "all":
+        refuse_other_ways(model.hooked, reading)
     comparison = Comparison(cast(Prompt, clean), corrupted, metric, answer, versus, patching, position, positions)
     compared = comparison.on(model).of_texts("path patching")
     grid = compared.grid(model, sender, over, layers)

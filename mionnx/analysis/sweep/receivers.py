@@ -7,13 +7,15 @@ from typing import Any
 
 from mionnx.errors import HookError, InputError, nearest
 from mionnx.graph.axes import heads_axis
+from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.metadata import NORMED_STREAM
 from mionnx.machine.ranges import listed
 from mionnx.spec.limits import indices_of
 
-INTO_ATTENTION = ("AttnQ", "AttnK", "AttnV", "AttnGate")
+# Rotated keys receive where there are no others: of latent attention only a part is rotated, then joined to the rest.
+INTO_ATTENTION = ("AttnQ", "AttnK", "AttnRotK", "AttnV", "AttnGate")
 INTO_MIXER, INTO_MLP, FINAL = "SsmPre", "MlpPre", "FinalNorm"
 Receiver = str | HookPoint | tuple[str | HookPoint, int | Iterable[int]]
 
@@ -54,7 +56,7 @@ def make_receivers(model: HookedModel, receivers: str | HookPoint | Iterable[Rec
     final = str(getattr(HookPoint, FINAL))
     if normed and final not in model.metadata.hooks:  # normed after its last addition, the head reads the stream itself
         final = str(HookPoint.ResidPost(layers - 1))
-    valid = [name for name in model.metadata.hooks if HookPoint.parse(name).variant in kinds or name == final]
+    valid = [name for name in model.metadata.hooks if _receives(model, HookPoint.parse(name), kinds) or name == final]
     if not model.metadata.attends and str(HookPoint.SsmPre(0)) not in valid:
         raise HookError(f"path patching needs attention heads or mixers; {model.metadata.family} has none")
     inside = [i for i, layer in enumerate(model.metadata.layers) if layer.attention and layer.recurrence]
@@ -93,6 +95,29 @@ def make_receivers(model: HookedModel, receivers: str | HookPoint | Iterable[Rec
     # What the head reads is no input of a layer: `final` tells of it.
     inner = {name: of for name, of in heads.items() if name != final}
     return Receivers(inner, final in heads, parallel, layers, normed)
+
+
+def _receives(model: HookedModel, point: HookPoint, kinds: tuple[str, ...]) -> bool:
+    keyed = point.layer is not None and str(HookPoint.AttnK(point.layer)) in model.metadata.hooks
+    return point.variant in kinds and not (point.variant == "AttnRotK" and keyed)
+
+
+def refuse_other_ways(model: HookedModel, receivers: Receivers) -> None:
+    """Refuse all receivers of a model of which a layer's part reads the stream by another way than these."""
+    flow, hooks = Dataflow(model.proto), model.metadata.hooks
+    # shapes depend on the tokens' number alone
+    shapes = {name for node in flow.nodes if node.op_type in ("Shape", "Size") for name in node.output}
+    for stage in range(2 * receivers.layers):
+        layer, middle = divmod(stage, 2)
+        read = str((HookPoint.ResidMid if middle and not receivers.parallel else HookPoint.ResidPre)(layer))
+        inputs = receivers.at(stage - 1 if middle and receivers.parallel else stage)
+        out = str((HookPoint.MlpOut if middle else HookPoint.AttnOut)(layer))
+        if out in hooks and read in flow.read_by(flow.ancestors([out], {read, *inputs, *shapes})):
+            raise InputError(
+                f"receivers='all': in this {model.metadata.family} model {out} depends on {read} by another way than "
+                f"{', '.join(inputs)}, so these do not read all that a sender changes. Name receivers; patch_sweep has "
+                "the effect by all ways"
+            )
 
 
 def entries_of(what: str, request: str | HookPoint | Iterable[Receiver], verb: str) -> list[tuple[str, Any]]:
