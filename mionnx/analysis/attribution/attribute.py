@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from mionnx.analysis.attribution import decompose
 from mionnx.analysis.attribution.attribution import Attribution, Attributions
-from mionnx.analysis.attribution.frozen_norms import FrozenNorms, sums_have_names
+from mionnx.analysis.attribution.frozen_norms import FrozenNorms, reads_through, sums_have_names
 from mionnx.analysis.attribution.linear_parts import LinearParts
 from mionnx.analysis.attribution.residual_stack import decomposition_hooks, norm_before
 from mionnx.bind.logit_selection import Logits
@@ -73,9 +73,9 @@ def attribute(
     The parts are the embeddings, every head, the rest of the attention outputs (biases), the MLPs, and the biases of
     the final norm and the head. Heads go through a norm behind the attention (Gemma 2) as through the final one.
     Where the stream is normed after each addition (BERT), a part goes through all norms behind it, each held at the
-    actual stream's scale, and through the head's transform by RelP's rule (`x f(x)` takes f for constant); "norm_bias"
-    has the biases of all these norms. Where a quantised head rounds what it reads to 8 bits, the parts add up to within
-    that rounding, some 1 %.
+    actual stream's scale; "norm_bias" has the biases of all these norms. Through the transform of a masked language
+    model's head it goes by RelP's rule (`x f(x)` takes f for constant). Where a quantised head rounds what it reads to
+    8 bits, the parts add up to within that rounding, some 1 %.
 
     Args:
         prompt: one text, or ids; or a list of them.
@@ -109,7 +109,7 @@ def attribute(
     sides = [each_of(answer, len(texts), "answer"), each_of(versus, len(texts), "versus")]
     pairs = [[None if token is None else token_of(model, token) for token in pair] for pair in zip(*sides, strict=True)]
 
-    frozen = FrozenNorms(model, hooks, len(texts)) if sums_have_names(model.hooked) else None
+    frozen = FrozenNorms(model, hooks, len(texts)) if reads_through(model.hooked) else None
 
     def read(row: int, cache: HookCache) -> Attribution:
         for what, tokens in zip(("answer", "versus"), sides, strict=True):

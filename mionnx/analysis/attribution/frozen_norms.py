@@ -1,4 +1,4 @@
-"""`FrozenNorms`: contributions through a stream that is normed after each addition, as BERT's is.
+"""`FrozenNorms`: contributions through norms between additions, and through the transform of a masked LM's head.
 
 A norm with its scale held at the actual stream's is a linear map (`linear_parts`), so what a layer adds passes those
 behind it linearly: to the head it counts as its product with one direction, the head's own taken back through them.
@@ -13,6 +13,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from mionnx.analysis.attribution import decompose
 from mionnx.analysis.attribution.decompose import Named, layers_with_shares
 from mionnx.analysis.attribution.linear_parts import LinearNorm, LinearParts, Part
 from mionnx.bind.logit_selection import Logits
@@ -34,8 +35,13 @@ def sums_have_names(hooked: HookedModel) -> bool:
     return NORMED_STREAM in hooked.metadata.exporter and sums <= hooked.metadata.hooks.keys()
 
 
+def reads_through(hooked: HookedModel) -> bool:
+    """Whether the logits are no product with the final norm's output: norms stand between, or a head's transform."""
+    return sums_have_names(hooked) or str(HookPoint.MlmHead) in hooked.metadata.hooks
+
+
 class FrozenNorms:
-    """The norms of one model's stream, and the head as a direction."""
+    """The norms of one model's stream, none where it is a plain sum (ModernBERT), and the head as a direction."""
 
     def __init__(self, model: Runner, hooks: HookSpec | None, texts: int) -> None:
         # The head of each text is read by itself, where rows are no longer those of the list.
@@ -43,13 +49,15 @@ class FrozenNorms:
             raise InputError(
                 "rows= of a list: where the stream is normed between additions, give prompts one at a time"
             )
-        self.model, self.hooks = model, hooks
+        self.model, self.hooks, self.normed = model, hooks, sums_have_names(model.hooked)
         self.end = str(HookPoint.ResidPost(model.num_layers - 1))
 
     @cached_property
     def additions(self) -> Named:
         """What is added to the stream, the embedding behind its norm first."""
         named = [("embed", str(HookPoint.ResidPre(0)))]
+        if not self.normed:
+            return named + decompose.additions(self.model.hooked, self.model.num_layers, "all", False, False)
         for i in range(self.model.num_layers):
             named += [(f"{i}_attn_out", str(HookPoint.AttnOut(i))), (f"{i}_mlp_out", str(HookPoint.MlpOut(i)))]
         return named
@@ -58,7 +66,7 @@ class FrozenNorms:
     def norms(self) -> list[tuple[Part, tuple[str, ...]]]:
         """Each norm of the stream, with the beginnings of the labels of what is added right before it."""
         norms = list[tuple[Part, tuple[str, ...]]]()
-        for i in range(self.model.num_layers):
+        for i in range(self.model.num_layers) if self.normed else ():
             norms.append(((str(HookPoint.ResidMidSum(i)), str(HookPoint.ResidMid(i))), (f"L{i}H", f"{i}_attn")))
             norms.append(((str(HookPoint.ResidPostSum(i)), str(HookPoint.ResidPost(i))), (f"{i}_mlp",)))
         return norms
@@ -89,9 +97,9 @@ class FrozenNorms:
             norm_bias += float(norm.bias @ direction)
             direction = norm.turned(direction)[0]
             shares |= {label: float(parts[label] @ direction) for label in parts if label.startswith(begins)}
-        shares["embed"] = float(parts["embed"] @ direction)
-        values = [*(shares[label] for label in parts), norm_bias, head_bias]
-        return [*parts, "norm_bias", "head_bias"], np.array(values)
+        values = [shares.get(label, float(part @ direction)) for label, part in parts.items()]
+        biases = {"norm_bias": norm_bias} if self.normed else {}
+        return [*parts, *biases, "head_bias"], np.array([*values, *biases.values(), head_bias])
 
     def _norm(self, part: Part, stream: NDArray[np.floating]) -> LinearNorm:
         # All norms are one graph, opened once.

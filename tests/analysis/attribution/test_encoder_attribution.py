@@ -111,7 +111,7 @@ class FrozenBert:
 
 def frozen_norm(norm, x):
     scale = (x.var(-1, keepdim=True, unbiased=False) + norm.eps).sqrt().detach()
-    return (x - x.mean(-1, keepdim=True)) / scale * norm.weight + norm.bias
+    return (x - x.mean(-1, keepdim=True)) / scale * norm.weight + (0 if norm.bias is None else norm.bias)
 
 
 def test_parts_pass_the_norms_between_additions_as_torch_passes_them(text_encoder):
@@ -135,6 +135,34 @@ def test_parts_pass_the_norms_between_additions_as_torch_passes_them(text_encode
         TEXTS[0], answer, hooks=HookSpec().intervene("blocks.1.attn.hook_z", Intervention.Zero(heads=2))
     )
     assert zeroed["L1H2"] == 0
+
+
+def test_parts_of_a_stream_that_is_a_sum_pass_the_transform_of_the_head_as_torch_passes_them(tmp_path):
+    """ModernBERT: the final norm and the head's with their scales for constants, its activation with its factor."""
+    reference = make_encoder("modernbert", tmp_path / "checkpoint").double()
+    export(tmp_path / "checkpoint", tmp_path / "hooked")
+    model, ids = MIModel.from_pretrained(tmp_path / "hooked", threads=1), [7, 11, 5, 9, 23]
+    at, answer, versus = 2, 11, 17
+    for norm in (reference.model.final_norm, reference.head.norm):
+        norm.forward = MethodType(frozen_norm, norm)
+    reference.head.act.forward = lambda x: x * ((1 + torch.erf(x / sqrt(2))) / 2).detach()
+    streams = []
+    reference.model.final_norm.register_forward_pre_hook(
+        lambda _, inputs: streams.append(inputs[0]) or inputs[0].retain_grad()
+    )
+    logits = reference(input_ids=torch.tensor([ids])).logits[0, at]
+    (logits[answer] - logits[versus]).backward()
+    direction = streams[0].grad[0, at].numpy()
+    found = model.attribute(ids, answer, versus, position=at)
+    cache = model.forward([ids], HookSpec().capture("*"))
+    parts = {"embed": cache["blocks.0.hook_resid_pre"][0, at]}
+    for i in range(model.num_layers):
+        parts |= {f"L{i}H{head}": one for head, one in enumerate(cache["result", i][0, at])}
+        parts[f"{i}_mlp_out"] = cache["mlp_out", i][0, at]
+    expected = {name: float(part @ direction) for name, part in parts.items()}
+    assert {name: found[name] for name in parts} == pytest.approx(expected, abs=1e-5)
+    assert found.total == pytest.approx(float(logits[answer] - logits[versus]), abs=1e-5)
+    assert max(map(abs, expected.values())) > 1e-2
 
 
 def test_rules_that_freeze_norms_freeze_those_between_additions(text_encoder):
