@@ -228,21 +228,25 @@ def gradients(case: Case) -> float:
 
 
 def trace(case: Case) -> float:
-    """One minus the correlation of effects with interventions."""
+    """Effects of features on a difference of logits, beside gradients by what MLPs write; in shares of the largest."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        texts = [[case.clean.tolist()], [case.corrupted.tolist()]]
-        write_set(case.model, folder, "plt", features=24, texts=texts)
-        transcoders = TranscoderSet.load(folder)
-        graph = case.model.trace(case.clean, transcoders, max_logits=6, logit_share=1.0)
-        few = len(graph.features)
-        strength = np.abs(graph.effects[few:, :few]).max(axis=0)
-        told, seen = [], []
-        for best in np.argsort(-strength)[:4]:
-            got = graph.confirm(case.model, transcoders, graph.sources[best])
-            told.append(got.predicted)
-            seen.append(got.constrained)
-    return float(1 - np.corrcoef(np.concatenate(told), np.concatenate(seen))[0, 1])
+        layers = write_set(case.model, folder, features=24, texts=[[case.clean.tolist()], [case.corrupted.tolist()]])
+        graph = case.model.trace(case.clean, TranscoderSet.load(folder), answer=case.answer, versus=case.versus)
+    few, outputs = len(graph.features), case.points("hook_mlp_out")
+    start = len(graph.token_ids) - SEQ  # a token that begins texts may be put before them
+    cache = case.model.forward([graph.token_ids], HookSpec().capture(outputs))
+    held = HookSpec()
+    for point in outputs:
+        held.intervene(point, Intervention.Replace(cache[point]))
+    grad = case.model.gradients(
+        graph.token_ids, outputs, "logit_diff", case.answer, case.versus, hooks=held, rules="frozen_norm_pattern"
+    ).grad
+    assert start >= 0
+    writes = [layers[layer]["W_dec"][feature, 0] for layer, _, feature in graph.features.tolist()]
+    ways = [grad[HookPoint.MlpOut(layer)][0, position] for layer, position, _ in graph.features.tolist()]
+    expected = graph.activations * np.einsum("fd,fd->f", np.array(writes), np.array(ways))
+    return float(np.abs(graph.effects[few, :few] - expected).max() / np.abs(expected).max())
 
 
 def ragged(case: Case) -> float:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from mionnx.engine.engine import Program
 from mionnx.engine.options import Options
+from mionnx.errors import InputError
 from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
@@ -85,6 +86,17 @@ class Segments:
             return (LOGITS,)
         cut = self._cuts[layer]
         return cut, *(name for name in self._crossings[layer] if name != cut)
+
+    def refuse_crossings(self, what: str) -> None:
+        """Refuse what follows the residual stream alone, where a layer reads more of earlier ones than that."""
+        for layer in range(self.layers + 1):
+            stream, *others = self.inputs_of(layer)
+            if others:
+                family, reader = self.model.metadata.family, f"layer {layer}" if layer < self.layers else "the head"
+                raise InputError(
+                    f"{what} follows the residual stream, and {reader} of this {family} reads {', '.join(others)} "
+                    f"besides {stream}. Patching sweeps, ablation, captures and gradients work"
+                )
 
     @property
     def _cuts(self) -> list[str]:

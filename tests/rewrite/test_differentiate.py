@@ -21,7 +21,7 @@ XZ = {"x": (2, 3, 4), "z": (3, 1)}
 UNKNOWN = {"x": "a,b,c", "z": "d,e"}
 
 OF_ONE = ("Abs", "Cos", "Elu", "Exp", "Identity", "LeakyRelu", "Neg", "Relu", "Sigmoid", "Sin", "Softplus", "Tanh")
-SUMS = ("ReduceSum", "ReduceMean", "ReduceSumSquare", "ReduceL2", "ReduceLogSumExp")
+SUMS = ("ReduceSum", "ReduceMean", "ReduceSumSquare", "ReduceL1", "ReduceL2", "ReduceLogSumExp")
 EXTREMES = ("ReduceMax", "ReduceMin")
 # name -> (nodes, inputs and their shapes, constants)
 CASES: dict[str, tuple[str, dict[str, tuple[int, ...]], str]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -10,8 +11,8 @@ from mionnx.analysis.sweep.comparison import Comparison, Corrupted, Pairs, compa
 from mionnx.analysis.sweep.grid import Positions
 from mionnx.analysis.sweep.metric import Measure, Tokens
 from mionnx.analysis.sweep.patched_runs import Shortcuts, shortcuts_for
-from mionnx.analysis.sweep.path_runs import reached_layers, refuse_crossings
-from mionnx.analysis.sweep.receivers import Receiver, make_receivers, refuse_other_ways
+from mionnx.analysis.sweep.path_runs import adds_plainly, reached_layers, refuse_other_ways
+from mionnx.analysis.sweep.receivers import Receiver, make_receivers
 from mionnx.analysis.sweep.result import SweepResult
 from mionnx.analysis.sweep.sweep import Before, Sweep, SweepSetting, run_sweep
 from mionnx.graph.hook_points import HookPoint
@@ -124,13 +125,15 @@ def path_patch(
         result = model.path_patch("The capital of France is", "The capital of Italy is", "blocks.3.attn.hook_q")
         result.values.shape  # (n_layers, n_heads)
     """
-    reading = make_receivers(model.hooked, receivers)
-    if receivers == "all":
-        refuse_other_ways(model.hooked, reading)
+    reading, graphs = make_receivers(model.hooked, receivers), model.opened(Segments.of_sweep)
     comparison = Comparison(cast(Prompt, clean), corrupted, metric, answer, versus, patching, position, positions)
     compared = comparison.on(model).of_texts("path patching")
     grid = compared.grid(model, sender, over, layers)
-    refuse_crossings(model.opened(Segments.of_sweep))
+    graphs.refuse_crossings("path patching")
+    if receivers == "all":
+        refuse_other_ways(graphs, reading)
+    if not reading.parallel and not adds_plainly(graphs, reading):
+        reading = replace(reading, normed=True)
     reached_layers(grid, reading)  # refuses receivers that all come before the senders
     setting = SweepSetting(grid, "Path patching", shortcuts_for(model.hooked, None), receivers=reading)
     return run_sweep(Sweep(model, compared, setting), progress, resume, resume_key, before)

@@ -19,9 +19,11 @@ from mionnx.errors import InputError
 from mionnx.graph.axes import heads_axis
 from mionnx.graph.hook_points import VARIANTS, HookPoint
 from mionnx.rewrite.plan import Edit
-from mionnx.run.segments import Arrays, Segments
+from mionnx.run.segments import Arrays, Rows, Segments
 from mionnx.spec.kinds import KINDS
 
+TRIAL = 3  # tokens of a trial that finds out what a value depends on
+PLAIN = frozenset(("Add", "Sum", "Identity", "Cast", "Reshape", "Constant"))  # operators of a plain sum
 # Senders that are the stream itself -> number of stages from the start of their layer to the first reader.
 STREAM = {"ResidPre": 0, "ResidMid": 1, "ResidPost": 2}
 # Senders that a norm makes the stream of: its change is what they send.
@@ -53,16 +55,46 @@ def reached_layers(grid: Grid, receivers: Receivers) -> dict[int, bool]:
     return reached
 
 
-def refuse_crossings(graphs: Segments) -> None:
-    """Refuse a model of which a layer reads more than the residual stream, whose change alone is carried along."""
-    for layer in range(graphs.layers + 1):
-        stream, *others = graphs.inputs_of(layer)
-        if others:
-            family, reader = graphs.model.metadata.family, f"layer {layer}" if layer < graphs.layers else "the head"
+def refuse_other_ways(graphs: Segments, receivers: Receivers) -> None:
+    """Refuse all receivers of a model of which a layer's half reads the stream by another way than these."""
+    hooks, flow = graphs.model.metadata.hooks, graphs.flow
+    for stage in range(2 * receivers.layers):
+        layer, middle = divmod(stage, 2)
+        read = str((HookPoint.ResidMid if middle and not receivers.parallel else HookPoint.ResidPre)(layer))
+        inputs = receivers.at(stage - 1 if middle and receivers.parallel else stage)
+        out = str((HookPoint.MlpOut if middle else HookPoint.AttnOut)(layer))
+        if out not in hooks or read not in flow.read_by(flow.ancestors([out], {read, *inputs})):
+            continue
+        if _depends(graphs, out, read, inputs):  # codegen stacks queries, keys and values, and takes them apart again
             raise InputError(
-                f"path patching keeps a change beside the residual stream, and {reader} of this {family} reads "
-                f"{', '.join(others)} besides {stream}. Patching sweeps, ablation, captures and gradients work"
+                f"receivers='all': in this {graphs.model.metadata.family} model {out} depends on {read} by another way "
+                f"than {', '.join(inputs)}, so these do not read all that a sender changes. Name receivers; "
+                "patch_sweep has the effect by all ways"
             )
+
+
+def _depends(graphs: Segments, out: str, read: str, inputs: list[str]) -> bool:
+    """Whether a value changes with the stream where the inputs of its half keep theirs."""
+    draw, rows = np.random.default_rng(0), Rows.blank(1, TRIAL)
+    one, other = draw.standard_normal((2, 1, TRIAL, graphs.model.metadata.sizes.hidden_size))
+    kept = graphs.run(rows, {read: one}, inputs) if inputs else {}
+    values = [graphs.run(rows, {**kept, read: stream}, [out])[out] for stream in (one, other)]
+    return not np.array_equal(*values)
+
+
+def adds_plainly(graphs: Segments, receivers: Receivers) -> bool:
+    """Whether each stream is the one before and what a layer adds, without a factor (Doge) or a norm between."""
+    flow, hooks = graphs.flow, graphs.model.metadata.hooks
+    for layer in range(receivers.layers):
+        pre, mid, post, out, mlp = (
+            str(getattr(HookPoint, kind)(layer)) for kind in ("ResidPre", "ResidMid", "ResidPost", "AttnOut", "MlpOut")
+        )
+        sums = {post: {pre, out, mlp}} if receivers.parallel else {mid: {pre, out}, post: {mid, mlp}}
+        for end, parts in sums.items():
+            nodes = flow.ancestors([end], parts) if end in hooks else ()
+            if any(flow.nodes[node].op_type not in PLAIN for node in nodes):
+                return False
+    return True
 
 
 class PathPatchedRuns(PatchedRuns):

@@ -7,7 +7,6 @@ from typing import Any
 
 from mionnx.errors import HookError, InputError, nearest
 from mionnx.graph.axes import heads_axis
-from mionnx.graph.dataflow import Dataflow
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.metadata import NORMED_STREAM
@@ -100,24 +99,6 @@ def make_receivers(model: HookedModel, receivers: str | HookPoint | Iterable[Rec
 def _receives(model: HookedModel, point: HookPoint, kinds: tuple[str, ...]) -> bool:
     keyed = point.layer is not None and str(HookPoint.AttnK(point.layer)) in model.metadata.hooks
     return point.variant in kinds and not (point.variant == "AttnRotK" and keyed)
-
-
-def refuse_other_ways(model: HookedModel, receivers: Receivers) -> None:
-    """Refuse all receivers of a model of which a layer's part reads the stream by another way than these."""
-    flow, hooks = Dataflow(model.proto), model.metadata.hooks
-    # shapes depend on the tokens' number alone
-    shapes = {name for node in flow.nodes if node.op_type in ("Shape", "Size") for name in node.output}
-    for stage in range(2 * receivers.layers):
-        layer, middle = divmod(stage, 2)
-        read = str((HookPoint.ResidMid if middle and not receivers.parallel else HookPoint.ResidPre)(layer))
-        inputs = receivers.at(stage - 1 if middle and receivers.parallel else stage)
-        out = str((HookPoint.MlpOut if middle else HookPoint.AttnOut)(layer))
-        if out in hooks and read in flow.read_by(flow.ancestors([out], {read, *inputs, *shapes})):
-            raise InputError(
-                f"receivers='all': in this {model.metadata.family} model {out} depends on {read} by another way than "
-                f"{', '.join(inputs)}, so these do not read all that a sender changes. Name receivers; patch_sweep has "
-                "the effect by all ways"
-            )
 
 
 def entries_of(what: str, request: str | HookPoint | Iterable[Receiver], verb: str) -> list[tuple[str, Any]]:

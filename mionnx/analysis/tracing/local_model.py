@@ -118,6 +118,7 @@ class LocalModel:
         if any(layer.recurrence for layer in hooked.metadata.layers):
             raise InputError(f"{hooked.name} has recurrent layers, which have no patterns to hold: not traced")
         refuse_several_streams(hooked, "an attribution graph")
+        self.model.opened(Segments.of_sweep).refuse_crossings("an attribution graph")
         if hooked.metadata.dtype != "float32":
             raise InputError(
                 f"{hooked.name} computes in {hooked.metadata.dtype}; effects are sums of many terms, in float32: "

@@ -64,15 +64,16 @@ class Backward:
         rules: Mapping[str, Rule],
         subgraph_rules: Mapping[str, SubgraphRule],
         opset: int,
+        rows: bool = False,  # whether a cotangent has rows where its value has a batch of one
     ) -> None:
-        self.names, self.facts, self.active = names, facts, active
+        self.names, self.facts, self.active, self.rows = names, facts, active, rows
         self.rules, self.subgraph_rules, self.opset = rules, subgraph_rules, opset
         self.nodes: list[NodeProto] = []
         self._known: dict[tuple[Any, ...], list[str]] = {}
 
     def inside(self, facts: Facts, active: Collection[str]) -> "Backward":
         """The same for a subgraph."""
-        return Backward(self.names, facts, active, self.rules, self.subgraph_rules, self.opset)
+        return Backward(self.names, facts, active, self.rules, self.subgraph_rules, self.opset, self.rows)
 
     # adding nodes
 
@@ -148,7 +149,7 @@ class Backward:
         """Sum a cotangent, of axes `wide` where they are known, over those along which its value was broadcast."""
         axes = _broadcast_axes(self.facts.shapes.get(value), wide)
         if axes is None:
-            return self._summed_to(cotangent, value)
+            return self._summed_to(cotangent, value, wide)
         if not axes:
             return cotangent
         own = self.facts.shapes[value]
@@ -159,14 +160,20 @@ class Backward:
         total = self.ReduceSum(cotangent, axes, keepdims=1)
         return str(self.Squeeze(total, [*range(ahead)]) if ahead else total)
 
-    def _summed_to(self, cotangent: str, value: str) -> str:
+    def _summed_to(self, cotangent: str, value: str, axes: Axes | None) -> str:
         """The same, over the axes that the run finds."""
         own, wide = self.Shape(value), self.Shape(cotangent)
+        if self.rows:
+            shape = self.facts.shapes.get(value, ())
+            if axes is None or len(axes) != len(shape) or axes[0] != shape[0]:
+                raise GradientError(f"rows and heads of {value} are one axis, or only the run tells its axes")
+            own = self.Concat(self.length(cotangent, 0), self.Slice(own, [1], [len(shape)], [0]), axis=0)
         # axes of 1 ahead, as broadcasting aligns shapes at their ends
         ahead = self.filled_to(1, self.Sub(self.Shape(wide), self.Shape(own)), INT64)
         differ = self.Not(self.Equal(self.Concat(ahead, own, axis=0), wide))
-        axes = self.Squeeze(self.NonZero(differ), [0])
-        return str(self.Reshape(self.ReduceSum(cotangent, axes, keepdims=1, noop_with_empty_axes=1), own, allowzero=1))
+        broadcast = self.Squeeze(self.NonZero(differ), [0])
+        total = self.ReduceSum(cotangent, broadcast, keepdims=1, noop_with_empty_axes=1)
+        return str(self.Reshape(total, own, allowzero=1))
 
     def rank(self, name: str) -> int:
         """The number of axes of a value."""

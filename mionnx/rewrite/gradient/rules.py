@@ -48,6 +48,10 @@ def _sum_of_squares(op: Backward, node: NodeProto, upstream: Upstream) -> Mappin
     return {0: op.Mul(_kept(op, node, str(upstream[0])), op.Mul(node.input[0], 2.0))}
 
 
+def _sum_of_sizes(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
+    return {0: op.Mul(_kept(op, node, str(upstream[0])), op.Sign(node.input[0]))}
+
+
 def _length(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     """The root of a sum of squares: dx = dy x / y."""
     share = op.Div(_kept(op, node, str(upstream[0])), _kept(op, node, node.output[0]))
@@ -77,6 +81,7 @@ def _running_sum(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[i
 
 REDUCTIONS: dict[str, Rule] = {
     "CumSum": _running_sum,
+    "ReduceL1": _sum_of_sizes,
     "ReduceL2": _length,
     "ReduceLogSumExp": _log_sum_exp,
     "ReduceMax": _extreme,

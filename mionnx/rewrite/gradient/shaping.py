@@ -102,21 +102,21 @@ def _padded_back(op: Backward, x: str, starts: str, places: list[int], dy: str) 
     return str(op.Pad(dy, amounts, op.constant(0, x)))
 
 
-def scattered(op: Backward, x: str, dy: str, index: str, axis: int, index_rank: int) -> str:
-    """Add rows of the cotangent `dy` to the places of `x` along an axis that they were gathered from."""
-    rank = op.rank(x)
+def scattered(op: Backward, x: str, dy: str, index: str, axis: int, index_rank: int, shape: str | None = None) -> str:
+    """Add rows of the cotangent `dy` to the places of `x`, or of a `shape`, along an axis that they were taken from."""
+    rank, shape = op.rank(x), shape or op.Shape(x)
     axis %= rank
     places = op.Unsqueeze(_from_start(op, index, op.length(x, axis)), [-1])
     # ScatterND adds whole entries of the leading axis: any other axis is brought to the front, and back
     if axis == 0:
-        return _added(op, "ScatterND", op.Shape(x), places, dy)
+        return added_at(op, "ScatterND", shape, places, dy)
     first = [axis, *range(axis), *range(axis + 1, rank)]
     ahead = [*range(axis, axis + index_rank), *range(axis), *range(axis + index_rank, rank - 1 + index_rank)]
-    result = _added(op, "ScatterND", op.Gather(op.Shape(x), first, axis=0), places, op.Transpose(dy, perm=ahead))
+    result = added_at(op, "ScatterND", op.Gather(shape, first, axis=0), places, op.Transpose(dy, perm=ahead))
     return str(op.Transpose(result, perm=[int(i) for i in np.argsort(first)]))
 
 
-def _added(op: Backward, operator: str, shape: str, places: str, dy: str, **settings: int) -> str:
+def added_at(op: Backward, operator: str, shape: str, places: str, dy: str, **settings: int) -> str:
     """Zeros, and numbers added to them at places."""
     kind = op.facts.type(dy)
     # ONNX Runtime adds no float16 at places on a CPU
@@ -143,14 +143,14 @@ def _gather(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, s
 def _gather_elements(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     x, index = node.input
     axis = op.attribute(node, "axis", 0)
-    return {0: _added(op, "ScatterElements", op.Shape(x), index, str(upstream[0]), axis=axis)}
+    return {0: added_at(op, "ScatterElements", op.Shape(x), index, str(upstream[0]), axis=axis)}
 
 
 def _top_k(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
     """Values of TopK, and of a sorting, go back to their places."""
     x, index = node.input[0], node.output[1]
     axis = op.attribute(node, "axis", -1)
-    return {0: _added(op, "ScatterElements", op.Shape(x), index, str(upstream[0]), axis=axis)}
+    return {0: added_at(op, "ScatterElements", op.Shape(x), index, str(upstream[0]), axis=axis)}
 
 
 def _gather_nd(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:
@@ -163,7 +163,7 @@ def _gather_nd(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int
         order = op.Range(0, op.Squeeze(op.length(x, axis)), 1)
         column = op.Reshape(order, [-1 if i == axis else 1 for i in range(rank)])
         index = op.Concat(op.Expand(column, op.Concat(own, [1], axis=0)), index, axis=-1)
-    return {0: _added(op, "ScatterND", op.Shape(x), index, str(upstream[0]))}
+    return {0: added_at(op, "ScatterND", op.Shape(x), index, str(upstream[0]))}
 
 
 def _scatter_nd(op: Backward, node: NodeProto, upstream: Upstream) -> Mapping[int, str]:

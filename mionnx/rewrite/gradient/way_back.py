@@ -232,7 +232,9 @@ class _WayBack:
         facts.types[seed], facts.shapes[seed] = TensorProto.FLOAT, facts.shapes[of]
         between = _between(nodes, by, of)
         active = activity(nodes, facts, [*by, *self.hooks], [of])
-        op = Backward(FreshNames(f"mionnx.trace.{piece}"), facts, active, self.rules, SUBGRAPH_RULES, opset(self.proto))
+        op = Backward(
+            FreshNames(f"mionnx.trace.{piece}"), facts, active, self.rules, SUBGRAPH_RULES, opset(self.proto), True
+        )
         gradients = op.run(between, {of: seed})
         if lacking := [name for name in by if name not in gradients]:
             raise GradientError(
@@ -256,9 +258,6 @@ class _WayBack:
             elif own & varying:
                 varying |= {*node.output}
         back = prune(back, self.outputs)
-        for node in back:
-            if node.op_type == "NonZero":
-                raise GradientError(f"{node.name} sums over axes that the run tells: it would sum over rows too")
         constants = [name for name in dict.fromkeys(name for node in back for name in reads(node)) if name in varying]
         still = prune(
             [node for node in fore if varying.isdisjoint(node.output)], [n for one in back for n in reads(one)]
