@@ -26,7 +26,7 @@ import onnxruntime
 from family_models import for_each  # what stands in tests/shared is found by it
 from rescaled_families import AS_ENCODER, made, table
 from tables import earlier, present
-from transcoder_files import write_set
+from transcoder_files import effects_by_gradients, write_set
 
 from mionnx import HookError, HookPoint, HookSpec, Intervention, MIError, MIModel, TranscoderSet
 
@@ -233,19 +233,8 @@ def trace(case: Case) -> float:
         folder = Path(name)
         layers = write_set(case.model, folder, features=24, texts=[[case.clean.tolist()], [case.corrupted.tolist()]])
         graph = case.model.trace(case.clean, TranscoderSet.load(folder), answer=case.answer, versus=case.versus)
-    few, outputs = len(graph.features), case.points("hook_mlp_out")
-    start = len(graph.token_ids) - SEQ  # a token that begins texts may be put before them
-    cache = case.model.forward([graph.token_ids], HookSpec().capture(outputs))
-    held = HookSpec()
-    for point in outputs:
-        held.intervene(point, Intervention.Replace(cache[point]))
-    grad = case.model.gradients(
-        graph.token_ids, outputs, "logit_diff", case.answer, case.versus, hooks=held, rules="frozen_norm_pattern"
-    ).grad
-    assert start >= 0
-    writes = [layers[layer]["W_dec"][feature, 0] for layer, _, feature in graph.features.tolist()]
-    ways = [grad[HookPoint.MlpOut(layer)][0, position] for layer, position, _ in graph.features.tolist()]
-    expected = graph.activations * np.einsum("fd,fd->f", np.array(writes), np.array(ways))
+    expected = effects_by_gradients(case.model, graph, layers, case.answer, case.versus)
+    few = len(graph.features)
     return float(np.abs(graph.effects[few, :few] - expected).max() / np.abs(expected).max())
 
 
@@ -258,9 +247,9 @@ def ragged(case: Case) -> float:
         alone = case.model.forward([text], spec)
         for name in ["output", *map(str, case.points("hook_resid_post"))]:
             one, both = (alone.output(), together.output()) if name == "output" else (alone[name], together[name])
-            part = both[row, both.shape[1] - len(text) :] if one.ndim == 3 else both[row]
-            if case.encoder and one.ndim == 3:
-                part = both[row, : len(text)]
+            # what reads both ways is padded on the right
+            start = 0 if case.model.bidirectional or one.ndim < 3 else both.shape[1] - len(text)
+            part = both[row, start : start + len(text)] if one.ndim == 3 else both[row]
             worst = max(worst, float(np.abs(part - one[0]).max()))
     return worst
 

@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from mionnx import AttentionScore, AttributionGraph, FeatureDashboards, HookSpec, MIModel, TranscoderSet
+from mionnx import (
+    AttentionScore,
+    AttributionGraph,
+    FeatureDashboards,
+    HookSpec,
+    Intervention,
+    MIModel,
+    TranscoderSet,
+)
 
 TEXTS = ["The capital of France is Paris", "Mary and John went to the store and John gave a drink to Mary"]
 SHARE = 0.1  # of tokens at which a feature is active
@@ -75,6 +83,23 @@ def traced(model: MIModel, **settings: Any) -> AttributionGraph:
     with TemporaryDirectory() as folder:
         write_set(model, Path(folder))
         return model.trace(TEXTS[0], TranscoderSet.load(folder), **settings)
+
+
+def effects_by_gradients(
+    model: MIModel, graph: AttributionGraph, layers: Sequence[dict[str, np.ndarray]], answer: int, versus: int
+) -> np.ndarray:
+    """What features add to a difference of logits: their products with gradients by what MLPs write, all MLPs held."""
+    outputs = [f"blocks.{i}.hook_mlp_out" for i in range(model.num_layers)]
+    cache, held = model.forward([graph.token_ids], HookSpec().capture(outputs)), HookSpec()
+    for name in outputs:
+        held.intervene(name, Intervention.Replace(cache[name]))
+    rules = "frozen_norm_pattern"
+    grad = model.gradients(graph.token_ids, outputs, "logit_diff", answer, versus, hooks=held, rules=rules).grad
+    places = graph.features.tolist()
+    writes = np.array([layers[layer]["W_dec"][feature, 0] for layer, _, feature in places])
+    ways = np.array([grad[outputs[layer]][0, position] for layer, position, _ in places])
+    effects: np.ndarray = graph.activations * np.einsum("fd,fd->f", writes, ways)
+    return effects
 
 
 def scored(model: MIModel) -> AttentionScore:
