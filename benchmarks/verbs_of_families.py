@@ -1,17 +1,19 @@
-"""Every verb keeps its law in every family: small random models, each verb beside passes of declared specs.
+"""Verbs keep their laws in every family: small random models, each verb beside passes of declared specs.
 
     python benchmarks/verbs_of_families.py [FAMILY ...] [--rows FILE] [--save]
 
-patch, ablate: cells of sweeps over the stream, heads, patterns, values and MLPs beside one pass with that edit. paths:
-path patching with all receivers beside plain patching. edges: a circuit of no edge is the corrupted run, one of all the
-clean run, one without a single edge is path patching of it. attribute: what parts of the model add to a logit sums to
-it. gradients: derivatives along a random direction at hook points of each kind beside differences of two passes. trace:
-effects of the strongest sources of an attribution graph, of random transcoders, beside interventions with patterns and
-MLPs held (norms are live there: a correlation). ragged: rows of a list of unequal texts beside each alone. pieces: a
-text in two pieces, edits at their border. steer: a steered generation beside one pass over its text. compiled: the file
-of a spec in ONNX Runtime. A cell is the largest difference, in logits, or why the verb is refused; a star marks one
-above 5e-5 (gradients 0.02 of the largest, trace a correlation under 0.95). About an hour; `--rows` keeps what was
-measured in a file of JSON lines. Of named families the saved table keeps the others' rows.
+- patch, ablate: cells of sweeps over the stream, heads, patterns, values and MLPs beside one pass with that edit.
+- paths: path patching with all receivers beside plain patching.
+- edges: circuits of no edge and of all beside the corrupted and the clean run, of all but one beside path patching.
+- attribute: the sum of what parts of the model add to a logit.
+- gradients: by values of a layer in the middle, along a direction, beside differences of two passes; a share.
+- trace: effects of features in an attribution graph of random transcoders beside gradients by what MLPs write; a share.
+- ragged: rows of a list of unequal texts beside each alone. pieces: a text in two pieces beside one.
+- steer: logits of the tokens of a steered generation beside one pass. compiled: the file of a spec in ONNX Runtime.
+
+A cell is the largest difference, in logits where it is no share, or "-" where the verb is refused: the table below says
+why. A star marks one above 5e-5, of gradients above 0.02. About an hour; `--rows` keeps what was measured in a file of
+JSON lines. Of named families the saved table keeps the others' rows.
 """
 
 import argparse
@@ -28,9 +30,10 @@ from rescaled_families import AS_ENCODER, made, table
 from tables import earlier, present
 from transcoder_files import effects_by_gradients, write_set
 
-from mionnx import HookError, HookPoint, HookSpec, Intervention, MIError, MIModel, TranscoderSet
+from mionnx import HookPoint, HookSpec, Intervention, MIError, MIModel, TranscoderSet
 
 SEQ, VOCAB, LARGEST, CELLS = 9, 80, 5e-5, 3
+STEPS = (2e-2, 5e-3, 1e-3)  # of differences, in sizes of a value
 SWEPT = {  # hook -> axes
     "hook_resid_pre": ("layer", "position"),
     "attn.hook_z": ("layer", "head"),
@@ -188,42 +191,35 @@ def edges(case: Case) -> float:
 
 
 def attribute(case: Case) -> float:
-    """The sum of what parts add to a logit."""
+    """The sum of what parts add to a logit, that before a soft cap."""
     place = {} if case.at in (-1, None) else {"position": case.at}
     found = case.model.attribute(case.clean, case.answer, **place)
-    logits = case.model.forward([case.clean]).output()[0, case.at]
-    return abs(float(found.total) - float(logits[case.answer])) + abs(float(np.sum(found.values)) - float(found.total))
+    logit = found.logit if found.capped else case.model.forward([case.clean]).output()[0, case.at, case.answer]
+    return abs(found.total - float(logit))
 
 
 def gradients(case: Case) -> float:
-    """Derivatives along a direction; in shares of the largest."""
-    worst, step = 0.0, 2e-2
-    layer = case.model.num_layers // 2
+    """Derivatives along a direction beside differences of passes, whose steps are short enough for no expert to flip."""
+    worst, layer = 0.0, case.model.num_layers // 2
     points = [one for one in case.model.hook_points() if one.layer == layer and not one.derived]
-    points = [one for one in points if "scores" not in one.name and "indices" not in one.name]
-    for point in points:
+    for point in [one for one in points if "scores" not in one.name and "indices" not in one.name]:
         try:
             cache = case.model.gradients(case.clean, point, "logit_diff", **case.given)
         except MIError as error:
-            if "no gradient" in str(error) or "gradient" in str(error):
+            if "gradient" in str(error):  # choices of experts, and what the metric does not read
                 continue
             raise
         grad = np.asarray(cache.grad[point], np.float64)
         value = case.model.forward([case.clean], HookSpec().capture(point))[point]
-        scale = step * float(np.abs(value).mean() or 1.0)
-        direction = np.sign(grad) * case.random.random(grad.shape)
-        ends = [
-            case.number(
-                case.clean,
-                HookSpec().intervene(point, Intervention.Replace((value + way * scale * direction).astype(np.float32))),
-            )
-            for way in (1, -1)
-        ]
-        told, seen = float((grad * direction).sum()), (ends[0] - ends[1]) / (2 * scale)
-        off = abs(told - seen) / max(abs(told), abs(seen), 1e-3)
-        if off > 0.02:
-            case.notes.append(f"{point} {told:.4g} {seen:.4g}") if hasattr(case, "notes") else None
-        worst = max(worst, off)
+        direction, size = np.sign(grad) * case.random.random(grad.shape), float(np.abs(value).mean() or 1.0)
+
+        def number(way: float, point: HookPoint = point, value: Any = value, direction: Any = direction) -> float:
+            moved = (value + way * direction).astype(np.float32)
+            return case.number(case.clean, HookSpec().intervene(point, Intervention.Replace(moved)))
+
+        told = float((grad * direction).sum())
+        seen = [(number(step * size) - number(-step * size)) / (2 * step * size) for step in STEPS]
+        worst = max(worst, min(abs(told - one) / max(abs(told), abs(one), 1e-3) for one in seen))
     return worst
 
 
@@ -312,3 +308,56 @@ LAWS: dict[str, Callable[[Case], float]] = {
     one.__name__: one
     for one in (patch, ablate, paths, edges, attribute, gradients, trace, ragged, pieces, steer, compiled)
 }
+COLUMNS = ("family", *LAWS)
+REFUSED = ("refused", "why")
+ROUGH = {"gradients": 0.02}  # differences of passes in float32
+NOTES = (
+    "gemma2: an attribution graph is of logits before the soft cap, its oracle of those behind it",
+    "llama4_text: transformers scales queries by their column, padding counted, and so do its rows here",
+)
+
+
+def measure(name: str, folder: Path) -> tuple[list[str], bool]:
+    """A family's row, and behind it "verb: why" of each verb that is refused."""
+    case, cells, reasons = Case(made(name, folder), name.endswith(AS_ENCODER)), [], []
+    for law, function in LAWS.items():
+        try:
+            value = function(case)
+        except MIError as error:
+            cells.append("-")
+            reasons.append(f"{law}: {' '.join(str(error).split())[:160]}")
+            continue
+        cells.append(f"{value:.0e}" + "*" * (not value <= ROUGH.get(law, LARGEST)))
+    return [name, *cells, *reasons], False
+
+
+def main() -> None:
+    """Measure, print, and save if asked."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("families", nargs="*", metavar="FAMILY")
+    parser.add_argument("--rows", type=Path)
+    parser.add_argument("--save", action="store_true")
+    given = parser.parse_args()
+    names = given.families or [name for name, entry in table.saved().items() if "row" in entry]
+    kept = earlier("verbs_of_families", COLUMNS, names) if given.families else {}
+    earlier_why = earlier("verbs_of_families", REFUSED, ()) if given.families else {}
+    why = {key: row for key, row in earlier_why.items() if key.rpartition(": ")[0] not in names}
+    found = for_each(names, measure, given.rows, {})
+    rows = kept | {name: tuple(entry["row"][: len(COLUMNS)]) for name, entry in found.items() if "row" in entry}
+    for name, entry in found.items():
+        for reason in entry.get("row", ())[len(COLUMNS) :]:
+            verb, _, said = reason.partition(": ")
+            why[f"{name}: {verb}"] = (f"{name}: {verb}", said)
+        if "missing" in entry:
+            why[f"{name}: all"] = (f"{name}: all", entry["missing"])
+    order = sorted(rows, key=lambda name: (name.endswith(AS_ENCODER), name))
+    cells = [cell for row in rows.values() for cell in row[1:]]
+    stars, none = sum("*" in cell for cell in cells), cells.count("-")
+    said = f"{len(cells) - stars - none} cells agree, {none} are refused by name, {stars} differ"
+    tables = [(COLUMNS, [rows[name] for name in order]), (REFUSED, [why[key] for key in sorted(why)])]
+    title = f"{len(rows)} families, random small models"
+    present("verbs_of_families", "Verbs of families", title, tables, given.save, said, NOTES)
+
+
+if __name__ == "__main__":
+    main()

@@ -7,6 +7,11 @@ from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.metadata import ATTENDS_TO_PADDING, NEXT_TOKEN, NORMED_STREAM
 from mionnx.graph.output_head import LOGITS
 from mionnx.inputs.token_batch import TokenBatch
+from mionnx.machine.once import Once
+
+PLAIN = frozenset(("Add", "Sum", "Identity", "Cast", "Reshape", "Constant"))  # operators of a plain sum
+STREAMS = ("ResidPre", "ResidMid", "ResidPost", "AttnOut", "SsmOut", "MlpOut")  # and what is added to them
+_plain: Once[str, bool] = Once()  # digest of a graph -> whether its stream is a plain sum
 
 
 def refuse_without_cache(model: HookedModel, what: str) -> None:
@@ -60,6 +65,36 @@ def refuse_normed_stream(model: HookedModel, what: str) -> None:
             f"{what} takes the residual stream for the sum of what layers add to it, and {model.metadata.family!r} "
             "norms it between additions. Patching sweeps, ablation and captures work"
         )
+
+
+def refuse_other_than_sums(model: HookedModel, what: str) -> None:
+    """The same where the stream, or a part of it, is multiplied between additions (Doge, Gemma 4, RWKV-4) too."""
+    refuse_normed_stream(model, what)
+    if not adds_plainly(model):
+        raise InputError(
+            f"{what} takes the residual stream for the sum of what layers add to it, and {model.metadata.family!r} "
+            "multiplies it by numbers between additions. Patching sweeps, path patching, ablation and captures work"
+        )
+
+
+def adds_plainly(model: HookedModel) -> bool:
+    """Whether each stream is the one before and what a layer adds, with neither a factor nor a norm between."""
+    return _plain.get(model.digest, lambda: _adds_plainly(model))
+
+
+def _adds_plainly(model: HookedModel) -> bool:
+    flow, hooks, layers = Dataflow(model.proto), model.metadata.hooks, model.metadata.sizes.num_layers
+    operators = PLAIN | ({"Mul"} if model.metadata.exponents else frozenset())  # powers that the file is rescaled by
+    for layer in range(layers):
+        pre, mid, post, *outputs = (str(getattr(HookPoint, kind)(layer)) for kind in STREAMS)
+        sums = {mid: {pre, *outputs}, post: {mid, pre, *outputs}}
+        if layer + 1 < layers:
+            sums[str(HookPoint.ResidPre(layer + 1))] = {post}
+        for end, parts in sums.items():
+            nodes = flow.ancestors([end], parts - {end}) if end in hooks else ()
+            if any(flow.nodes[node].op_type not in operators for node in nodes):
+                return False
+    return True
 
 
 def refuse_several_streams(model: HookedModel, what: str) -> None:

@@ -15,7 +15,7 @@ from mionnx.analysis.attribution.residual_stack import decomposition_hooks, norm
 from mionnx.bind.logit_selection import Logits
 from mionnx.errors import InputError, ModelError
 from mionnx.graph.hook_points import HookPoint
-from mionnx.inputs.lacking import refuse_normed_stream, refuse_several_streams, refuse_without_vocabulary
+from mionnx.inputs.lacking import refuse_other_than_sums, refuse_several_streams, refuse_without_vocabulary
 from mionnx.inputs.token_batch import Place
 from mionnx.machine.decimals import decimal
 from mionnx.machine.typed import typed
@@ -73,9 +73,9 @@ def attribute(
     The parts are the embeddings, every head, the rest of the attention outputs (biases), the MLPs, and the biases of
     the final norm and the head. Heads go through a norm behind the attention (Gemma 2) as through the final one.
     Where the stream is normed after each addition (BERT), a part goes through all norms behind it, each held at the
-    actual stream's scale; "norm_bias" has the biases of all these norms. Through the transform of a masked language
-    model's head it goes by RelP's rule (`x f(x)` takes f for constant). Where a quantised head rounds what it reads to
-    8 bits, the parts add up to within that rounding, some 1 %.
+    actual stream's scale; "norm_bias" has the biases of all these norms. Through a transform in the head (masked
+    language models, ModernBERT's decoder) it goes by RelP's rule (`x f(x)` takes f for constant). Where a quantised
+    head rounds what it reads to 8 bits, the parts add up to within that rounding, some 1 %.
 
     Args:
         prompt: one text, or ids; or a list of them.
@@ -101,7 +101,7 @@ def attribute(
         many.values, many.sem, many.by_pair.shape  # (prompts, component)
     """
     if not sums_have_names(model.hooked):
-        refuse_normed_stream(model.hooked, "attribution")
+        refuse_other_than_sums(model.hooked, "attribution")
     refuse_without_vocabulary(model.hooked, "attribution")
     refuse_several_streams(model.hooked, "attribution")
     texts, place = texts_of(model, prompt), place_of(model.hooked, position)
@@ -109,7 +109,7 @@ def attribute(
     sides = [each_of(answer, len(texts), "answer"), each_of(versus, len(texts), "versus")]
     pairs = [[None if token is None else token_of(model, token) for token in pair] for pair in zip(*sides, strict=True)]
 
-    frozen = FrozenNorms(model, hooks, len(texts)) if reads_through(model.hooked) else None
+    frozen = FrozenNorms(model, hooks, len(texts)) if reads_through(model) else None
 
     def read(row: int, cache: HookCache) -> Attribution:
         for what, tokens in zip(("answer", "versus"), sides, strict=True):

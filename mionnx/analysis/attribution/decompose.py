@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from mionnx.errors import HookError, InputError, nearest
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
-from mionnx.inputs.lacking import refuse_normed_stream, refuse_several_streams
+from mionnx.inputs.lacking import refuse_other_than_sums, refuse_several_streams
 from mionnx.run.hook_cache import HookCache
 
 MODES = ("all", "mlp", "attn")
@@ -43,7 +43,7 @@ def input_of(hooked: HookedModel, layer: int, mlp_input: bool) -> str:
 
 def additions(hooked: HookedModel, layer: int, mode: str, mlp_input: bool, incl_embeds: bool) -> Named:
     """The outputs added to the stream up to the input of a layer."""
-    refuse_normed_stream(hooked, "a stack of what layers add")
+    refuse_other_than_sums(hooked, "a stack of what layers add")
     refuse_several_streams(hooked, "a stack of what layers add")
     if mode not in MODES:
         raise InputError(f"mode {mode!r}; one of {', '.join(MODES)}{nearest(str(mode), MODES)}")
@@ -92,7 +92,7 @@ def layers_with_shares(hooked: HookedModel) -> list[int]:
 
 def heads(hooked: HookedModel, layer: int) -> list[str]:
     """The hook points of the heads' shares in the layers before one."""
-    refuse_normed_stream(hooked, "a stack of the heads' shares")
+    refuse_other_than_sums(hooked, "a stack of the heads' shares")
     refuse_several_streams(hooked, "a stack of the heads' shares")
     if not hooked.metadata.attends:
         raise HookError(f"{hooked.metadata.family}: a recurrent model's heads have no shares in the stream")

@@ -35,9 +35,9 @@ def sums_have_names(hooked: HookedModel) -> bool:
     return NORMED_STREAM in hooked.metadata.exporter and sums <= hooked.metadata.hooks.keys()
 
 
-def reads_through(hooked: HookedModel) -> bool:
+def reads_through(model: Runner) -> bool:
     """Whether the logits are no product with the final norm's output: norms stand between, or a head's transform."""
-    return sums_have_names(hooked) or str(HookPoint.MlmHead) in hooked.metadata.hooks
+    return sums_have_names(model.hooked) or model.opened(LinearParts).front is None
 
 
 class FrozenNorms:

@@ -20,6 +20,8 @@ Array = NDArray[np.float64]
 PROBE_ENTRIES = 2.0**6  # entries of the probe: their square is so far above every epsilon that it does not count
 SLACK = 1e-5  # what the linear map may differ by, relative to the largest output
 COARSE = 2.0**-7  # the same in 16 bits
+ROUNDED = 0.1  # and of a head whose inputs, or weights, are rounded to few bits
+PROBE_ROWS, PROBE_TOKENS = 2, 64  # of a product that tells the factor in front of the head
 
 
 @dataclass(frozen=True)
@@ -105,15 +107,42 @@ PLAIN_OPERATORS = frozenset({"Add", "Reshape", "Identity", "Cast", "Squeeze", "U
 class LinearParts(Segments):
     """The norms of one model, found in its graph and run by themselves, and the linear part of its head.
 
-    That is logits = factor (W_U^T y + bias) + offset, where y is the final norm's output. The factor (Cohere's
-    `logit_scale`) and the offset are found by running the nodes behind the matrix product. A soft cap is no part of it:
-    logits are then those before the cap.
+    That is logits = factor (front W_U^T y + bias) + offset, where y is the final norm's output. Both factors (Cohere's
+    `logit_scale`; MiniCPM's in front) and the offset are found by running the nodes around the matrix product. A soft
+    cap is no part of it: logits are then those before the cap.
     """
 
     @once_property
     def head(self) -> Head:
         """The matrix product of the logits."""
         return head(self.model)
+
+    @once_property
+    def front(self) -> float | None:
+        """The factor of the final norm's output in the head's product; None where the head transforms it first."""
+        final, product = str(HookPoint.FinalNorm), self.head.product
+        y = np.random.default_rng(0).standard_normal((1, PROBE_ROWS, self.model.metadata.sizes.hidden_size))
+        begin = final if final in self.model.metadata.hooks else self.end
+        if not self.flow.needed([begin], [product]):
+            return None
+        given = self._from(begin, product, y)[..., :PROBE_TOKENS]
+        given = given if self.head.bias is None else given - np.asarray(self.head.bias[:PROBE_TOKENS], np.float64)
+        plain = y @ np.asarray(self.head.weight[:, :PROBE_TOKENS], np.float64)
+        factor = float((given * plain).sum() / (plain * plain).sum())
+        slack = ROUNDED if self.model.rounds_activations or self.model.in_blocks else COARSE
+        if not np.abs(given - factor * plain).max() <= slack * np.abs(given).max():
+            return None
+        return 1.0 if abs(factor - 1) <= slack else factor
+
+    @property
+    def factor(self) -> float:
+        """What a product of W_U's column with the final norm's output counts for in a logit."""
+        if self.front is None:
+            raise InputError(
+                f"the head of {self.model.name} transforms the final norm's output before its product with the "
+                "unembedding: logits are no linear function of it"
+            )
+        return self.front * self._line[0]
 
     @once_property
     def output_norms(self) -> dict[int, Part]:
@@ -162,7 +191,7 @@ class LinearParts(Segments):
     def directions(self, ids: NDArray[np.integer[Any]]) -> NDArray[np.float64]:
         """Directions [..., hidden] of tokens [...]; times y they give logits less the offset."""
         columns = np.ascontiguousarray(np.moveaxis(self.head.weight[:, ids], 0, -1))
-        return columns.astype(np.float64) * self._line[0]
+        return columns.astype(np.float64) * self.factor
 
     def offset(self, token: int) -> float:
         """The sum of the biases in a token's logit."""

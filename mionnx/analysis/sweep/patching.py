@@ -11,11 +11,12 @@ from mionnx.analysis.sweep.comparison import Comparison, Corrupted, Pairs, compa
 from mionnx.analysis.sweep.grid import Positions
 from mionnx.analysis.sweep.metric import Measure, Tokens
 from mionnx.analysis.sweep.patched_runs import Shortcuts, shortcuts_for
-from mionnx.analysis.sweep.path_runs import adds_plainly, reached_layers, refuse_other_ways
+from mionnx.analysis.sweep.path_runs import reached_layers, refuse_other_ways
 from mionnx.analysis.sweep.receivers import Receiver, make_receivers
 from mionnx.analysis.sweep.result import SweepResult
 from mionnx.analysis.sweep.sweep import Before, Sweep, SweepSetting, run_sweep
 from mionnx.graph.hook_points import HookPoint
+from mionnx.inputs.lacking import adds_plainly
 from mionnx.inputs.token_batch import Place
 from mionnx.machine.typed import typed
 from mionnx.run.runner import Runner
@@ -132,7 +133,7 @@ def path_patch(
     graphs.refuse_crossings("path patching")
     if receivers == "all":
         refuse_other_ways(graphs, reading)
-    if not reading.parallel and not adds_plainly(graphs, reading):
+    if not reading.parallel and not adds_plainly(model.hooked):
         reading = replace(reading, normed=True)
     reached_layers(grid, reading)  # refuses receivers that all come before the senders
     setting = SweepSetting(grid, "Path patching", shortcuts_for(model.hooked, None), receivers=reading)

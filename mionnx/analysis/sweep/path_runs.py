@@ -23,7 +23,6 @@ from mionnx.run.segments import Arrays, Rows, Segments
 from mionnx.spec.kinds import KINDS
 
 TRIAL = 3  # tokens of a trial that finds out what a value depends on
-PLAIN = frozenset(("Add", "Sum", "Identity", "Cast", "Reshape", "Constant"))  # operators of a plain sum
 # Senders that are the stream itself -> number of stages from the start of their layer to the first reader.
 STREAM = {"ResidPre": 0, "ResidMid": 1, "ResidPost": 2}
 # Senders that a norm makes the stream of: its change is what they send.
@@ -80,21 +79,6 @@ def _depends(graphs: Segments, out: str, read: str, inputs: list[str]) -> bool:
     kept = graphs.run(rows, {read: one}, inputs) if inputs else {}
     values = [graphs.run(rows, {**kept, read: stream}, [out])[out] for stream in (one, other)]
     return not np.array_equal(*values)
-
-
-def adds_plainly(graphs: Segments, receivers: Receivers) -> bool:
-    """Whether each stream is the one before and what a layer adds, without a factor (Doge) or a norm between."""
-    flow, hooks = graphs.flow, graphs.model.metadata.hooks
-    for layer in range(receivers.layers):
-        pre, mid, post, out, mlp = (
-            str(getattr(HookPoint, kind)(layer)) for kind in ("ResidPre", "ResidMid", "ResidPost", "AttnOut", "MlpOut")
-        )
-        sums = {post: {pre, out, mlp}} if receivers.parallel else {mid: {pre, out}, post: {mid, mlp}}
-        for end, parts in sums.items():
-            nodes = flow.ancestors([end], parts) if end in hooks else ()
-            if any(flow.nodes[node].op_type not in PLAIN for node in nodes):
-                return False
-    return True
 
 
 class PathPatchedRuns(PatchedRuns):

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from mionnx.analysis.attribution.linear_parts import LinearParts
 from mionnx.analysis.features.transcoder_set import NORMED_INPUT, TranscoderSet
 from mionnx.analysis.lens.token_vectors import Vocabulary
 from mionnx.analysis.tracing.prefixes import Prefixes
@@ -119,6 +120,8 @@ class LocalModel:
             raise InputError(f"{hooked.name} has recurrent layers, which have no patterns to hold: not traced")
         refuse_several_streams(hooked, "an attribution graph")
         self.model.opened(Segments.of_sweep).refuse_crossings("an attribution graph")
+        if self.logits:
+            _ = self.model.opened(LinearParts).factor  # refuses a head that transforms what it reads
         if hooked.metadata.dtype != "float32":
             raise InputError(
                 f"{hooked.name} computes in {hooked.metadata.dtype}; effects are sums of many terms, in float32: "
@@ -228,12 +231,13 @@ class LocalModel:
     def directions(self, targets: NDArray[np.int64]) -> NDArray[np.float32]:
         """What logits are of the final norm's output, [targets, hidden], of pairs [targets, 2] of answer and versus.
 
-        A column of the unembedding less another one's or, where versus is -1, less the mean over the vocabulary.
+        A column of the unembedding less another one's or, where versus is -1, less the mean over the vocabulary, times
+        the factor that the head gives all logits.
         """
         matrix = self.model.opened(Vocabulary).unembedding
         columns = np.asarray(matrix[:, targets.ravel()].T, np.float32).reshape(len(targets), 2, -1)
         others = np.where(targets[:, 1:] < 0, self.ways.mean_unembedding, columns[:, 1])
-        return np.ascontiguousarray(columns[:, 0] - others)
+        return np.ascontiguousarray((columns[:, 0] - others) * np.float32(self.model.opened(LinearParts).factor))
 
     def written(self, layer: int, feature: int) -> NDArray[np.float32]:
         """What a feature writes in all at activation 1, [hidden]."""
