@@ -125,12 +125,12 @@ class LinearParts(Segments):
         begin = final if final in self.model.metadata.hooks else self.end
         if not self.flow.needed([begin], [product]):
             return None
-        given = self._from(begin, product, y)[..., :PROBE_TOKENS]
-        given = given if self.head.bias is None else given - np.asarray(self.head.bias[:PROBE_TOKENS], np.float64)
+        outputs = self._from(begin, product, y)[..., :PROBE_TOKENS]
+        outputs = outputs if self.head.bias is None else outputs - np.asarray(self.head.bias[:PROBE_TOKENS], np.float64)
         plain = y @ np.asarray(self.head.weight[:, :PROBE_TOKENS], np.float64)
-        factor = float((given * plain).sum() / (plain * plain).sum())
+        factor = float((outputs * plain).sum() / (plain * plain).sum())
         slack = ROUNDED if self.model.rounds_activations or self.model.in_blocks else COARSE
-        if not np.abs(given - factor * plain).max() <= slack * np.abs(given).max():
+        if not np.abs(outputs - factor * plain).max() <= slack * np.abs(outputs).max():
             return None
         return 1.0 if abs(factor - 1) <= slack else factor
 

@@ -76,9 +76,9 @@ def _depends(graphs: Segments, out: str, read: str, inputs: list[str]) -> bool:
     """Whether a value changes with the stream where the inputs of its half keep theirs."""
     draw, rows = np.random.default_rng(0), Rows.blank(1, TRIAL)
     one, other = draw.standard_normal((2, 1, TRIAL, graphs.model.metadata.sizes.hidden_size))
-    kept = graphs.run(rows, {read: one}, inputs) if inputs else {}
-    values = [graphs.run(rows, {**kept, read: stream}, [out])[out] for stream in (one, other)]
-    return not np.array_equal(*values)
+    fixed = graphs.run(rows, {read: one}, inputs) if inputs else {}
+    first, second = (graphs.run(rows, {**fixed, read: stream}, [out])[out] for stream in (one, other))
+    return not np.array_equal(first, second)
 
 
 class PathPatchedRuns(PatchedRuns):
