@@ -1,6 +1,6 @@
 """Verbs keep their laws in every family: small random models, each verb beside passes of declared specs.
 
-    python benchmarks/verbs_of_families.py [FAMILY ...] [--rows FILE] [--save]
+    python benchmarks/verbs_of_families.py [FAMILY ...] [--rows FILE] [--models FOLDER] [--save]
 
 - patch, ablate: cells of sweeps over the stream, heads, patterns, values and MLPs beside one pass with that edit.
 - paths: path patching with all receivers beside plain patching.
@@ -12,14 +12,15 @@
 - steer: logits of the tokens of a steered generation beside one pass. compiled: the file of a spec in ONNX Runtime.
 
 A cell is the largest difference, in logits where it is no share, or "-" where the verb is refused: the table below says
-why. A star marks one above 5e-5, of gradients above 0.02. About an hour; `--rows` keeps what was measured in a file of
-JSON lines. Of named families the saved table keeps the others' rows.
+why. A star marks one above 5e-5, of gradients above 0.02. About two hours; `--rows` keeps what was measured in a file of
+JSON lines, `--models` the models. Of named families the saved table keeps the others' rows.
 """
 
 import argparse
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -317,9 +318,11 @@ NOTES = (
 )
 
 
-def measure(name: str, folder: Path) -> tuple[list[str], bool]:
+def measure(models: Path | None, name: str, folder: Path) -> tuple[list[str], bool]:
     """A family's row, and behind it "verb: why" of each verb that is refused."""
-    case, cells, reasons = Case(made(name, folder), name.endswith(AS_ENCODER)), [], []
+    place = models / name if models else folder
+    model = MIModel.from_pretrained(place / "hooked", threads=1) if (place / "hooked").exists() else made(name, place)
+    case, cells, reasons = Case(model, name.endswith(AS_ENCODER)), [], []
     for law, function in LAWS.items():
         try:
             value = function(case)
@@ -336,13 +339,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("families", nargs="*", metavar="FAMILY")
     parser.add_argument("--rows", type=Path)
+    parser.add_argument("--models", type=Path, help="a folder that keeps the models")
     parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
     names = given.families or [name for name, entry in table.saved().items() if "row" in entry]
     kept = earlier("verbs_of_families", COLUMNS, names) if given.families else {}
     earlier_why = earlier("verbs_of_families", REFUSED, ()) if given.families else {}
     why = {key: row for key, row in earlier_why.items() if key.rpartition(": ")[0] not in names}
-    found = for_each(names, measure, given.rows, {})
+    found = for_each(names, partial(measure, given.models), given.rows, {})
     rows = kept | {name: tuple(entry["row"][: len(COLUMNS)]) for name, entry in found.items() if "row" in entry}
     for name, entry in found.items():
         for reason in entry.get("row", ())[len(COLUMNS) :]:
