@@ -12,8 +12,8 @@
 - steer: logits of the tokens of a steered generation beside one pass. compiled: the file of a spec in ONNX Runtime.
 
 A cell is the largest difference, in logits where it is no share, or "-" where the verb is refused: the table below says
-why. A star marks one above 5e-5, of gradients above 0.02. About two hours; `--rows` keeps what was measured in a file of
-JSON lines, `--models` the models. Of named families the saved table keeps the others' rows.
+why. A star marks one above 5e-5, of gradients above 0.02. About two hours; `--rows` keeps what was measured as JSON
+lines, `--models` the models. Of named families the saved table keeps the others' rows.
 """
 
 import argparse
@@ -200,7 +200,7 @@ def attribute(case: Case) -> float:
 
 
 def gradients(case: Case) -> float:
-    """Derivatives along a direction beside differences of passes, whose steps are short enough for no expert to flip."""
+    """Derivatives along a direction beside differences of passes, in steps so short that no expert flips."""
     worst, layer = 0.0, case.model.num_layers // 2
     points = [one for one in case.model.hook_points() if one.layer == layer and not one.derived]
     for point in [one for one in points if "scores" not in one.name and "indices" not in one.name]:

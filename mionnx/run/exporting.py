@@ -18,6 +18,7 @@ from mionnx.graph.hooked_model import GRAPH, HookedModel
 from mionnx.graph.metadata import DTYPE_NAMES
 from mionnx.machine.leftovers import new_folder, partial_path, remove_leftovers
 from mionnx.machine.progress import Progress
+from mionnx.quantise.matrices import find_weights
 from mionnx.quantise.quantise import quantise_into
 from mionnx.quantise.settings import BLOCK_DTYPES as BLOCKS
 from mionnx.quantise.settings import Quantisation
@@ -176,7 +177,9 @@ def _settings(
             break
         return replace(settings, keep=("*",), embedding=False, unembedding=False)
     if settings.bits == 4 and hasattr(exporter, "wide_weights"):
-        names = {tensor.name for tensor in hooked.proto.graph.initializer}
+        uses = find_weights(hooked)  # a router that the file has in 8 bits is read by no product of blocks
+        names = {one.weight for one in uses.products} | {uses.table}
+        names |= {name for one in uses.stacks for name in (one.weight, *one.experts)}
         return replace(settings, in_8_bits=tuple(sorted(names.intersection(exporter.wide_weights(folder)))))
     return settings
 

@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf_files import write_gguf
 from gradient_oracle import gradients as by_autograd
 from node_runner import run_in_web
+from recurrent_families import make_recurrent
 from transformers import AutoModelForCausalLM
 
 from exporters.gguf.assemble import write_checkpoint
@@ -58,6 +59,18 @@ def test_blocks_of_a_file_are_kept_bit_for_bit(kind, dtype, bits, sizes, tmp_pat
     np.testing.assert_array_equal(embedding(made), embedding(floats))
     held = {entry.i for node in made.proto.graph.node for entry in node.attribute if entry.name == "bits"}
     assert held == {bits}
+
+
+@pytest.mark.slow
+def test_routers_of_8_bits_stay_floats_in_a_model_of_4(tmp_path):
+    file = write_gguf(make_recurrent("lfm2_moe", tmp_path / "checkpoint"), tmp_path / "model.gguf", Type.Q8_0)
+    export(file, tmp_path / "int4", "int4", silent)
+    made = HookedModel.open(tmp_path / "int4")
+    names = {one.name for one in made.proto.graph.initializer}
+    assert {"model.layers.1.feed_forward.gate.weight", "model.layers.0.feed_forward.w3.weight_blocks"} <= names
+    wide = {entry.i for node in made.proto.graph.node for entry in node.attribute if entry.name == "bits"}
+    assert 8 in wide
+    assert np.isfinite(MIModel.from_pretrained(tmp_path / "int4", threads=1).forward(batch("plain").ids).output()).all()
 
 
 @pytest.fixture(scope="module")

@@ -190,6 +190,11 @@ class LinearParts(Segments):
 
     def directions(self, ids: NDArray[np.integer[Any]]) -> NDArray[np.float64]:
         """Directions [..., hidden] of tokens [...]; times y they give logits less the offset."""
+        count = self.head.weight.shape[1]
+        if ids.size and not 0 <= ids.min() <= ids.max() < count:
+            raise InputError(
+                f"token {int(ids.max() if ids.min() >= 0 else ids.min())}: the head gives 0 to {count - 1}"
+            )
         columns = np.ascontiguousarray(np.moveaxis(self.head.weight[:, ids], 0, -1))
         return columns.astype(np.float64) * self.factor
 
