@@ -68,6 +68,8 @@ class Layered(Variant):
     def __call__(self, layer: int) -> "HookPoint":
         """The hook point of one 0-based layer."""
         try:
+            if isinstance(layer, bool):
+                raise TypeError
             number = operator.index(layer)
         except TypeError:
             raise HookError(f"HookPoint.{self.name}: a layer is an integer, got {reprlib.repr(layer)}") from None

@@ -178,7 +178,7 @@ def _settings(
         return replace(settings, keep=("*",), embedding=False, unembedding=False)
     if settings.bits == 4 and hasattr(exporter, "wide_weights"):
         uses = find_weights(hooked)  # a router that the file has in 8 bits is read by no product of blocks
-        names = {one.weight for one in uses.products} | {uses.table}
+        names = {one.weight for one in uses.products} | ({uses.table} if uses.table else set())
         names |= {name for one in uses.stacks for name in (one.weight, *one.experts)}
         return replace(settings, in_8_bits=tuple(sorted(names.intersection(exporter.wide_weights(folder)))))
     return settings

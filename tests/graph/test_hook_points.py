@@ -91,3 +91,5 @@ class TestHookPoint:
     def test_layers_are_counted_from_zero(self):
         with pytest.raises(HookError, match="counted from 0"):
             HookPoint.AttnQ(-1)
+        with pytest.raises(HookError, match="a layer is an integer, got True"):
+            HookPoint.AttnQ(True)

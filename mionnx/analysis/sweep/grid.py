@@ -204,6 +204,8 @@ def _layers(template: str, available: list[int], layers: Iterable[int] | None) -
         return tuple(available)
     try:
         entries = [layers] if isinstance(layers, int | np.integer) else listed("layers", layers)
+        if any(isinstance(layer, bool) for layer in entries):
+            raise TypeError
         chosen = sorted({operator.index(layer) for layer in entries})
     except TypeError:
         raise InputError(f"layers={layers!r}: integers are expected, as [0, 3]") from None

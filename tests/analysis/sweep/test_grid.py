@@ -65,6 +65,7 @@ WRONG = {
     "useless versus": (InputError, "reads no `versus`", {"metric": "rank", "versus": 5}),
     "position": (InputError, "the prompt has 7 tokens", {"position": 7}),
     "fractional layers": (InputError, "integers are expected", {"layers": [1.7]}),
+    "a layer that is a truth": (InputError, "integers are expected", {"layers": [True]}),
     "layers as text": (InputError, "integers are expected", {"layers": "01"}),
     "fractional answers": (InputError, "or an integer", {"answer": [5.7], "versus": 9}),
     "fractional answer": (InputError, "or an integer", {"answer": 5.7, "versus": 9}),
