@@ -119,7 +119,7 @@ class LocalModel:
         if any(layer.recurrence for layer in hooked.metadata.layers):
             raise InputError(f"{hooked.name} has recurrent layers, which have no patterns to hold: not traced")
         refuse_several_streams(hooked, "an attribution graph")
-        self.model.opened(Segments.of_sweep).refuse_crossings("an attribution graph")
+        self.model.opened(Segments).refuse_crossings("an attribution graph")
         if self.logits:
             _ = self.model.opened(LinearParts).factor  # refuses a head that transforms what it reads
         if hooked.metadata.dtype != "float32":
