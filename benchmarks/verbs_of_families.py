@@ -313,7 +313,7 @@ COLUMNS = ("family", *LAWS)
 REFUSED = ("refused", "why")
 ROUGH = {"gradients": 0.02}  # differences of passes in float32
 NOTES = (
-    "gemma2: an attribution graph is of logits before the soft cap, its oracle of those behind it",
+    "gemma2, nanochat, vaultgemma: an attribution graph is of logits before the soft cap, its oracle behind it",
     "llama4_text: transformers scales queries by their column, padding counted, and so do its rows here",
 )
 
