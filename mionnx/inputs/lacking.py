@@ -9,8 +9,8 @@ from mionnx.graph.output_head import LOGITS
 from mionnx.inputs.token_batch import TokenBatch
 from mionnx.machine.once import Once
 
-PLAIN = frozenset(("Add", "Sum", "Identity", "Cast", "Reshape", "Constant"))  # operators of a plain sum
-STREAMS = ("ResidPre", "ResidMid", "ResidPost", "AttnOut", "SsmOut", "MlpOut")  # and what is added to them
+ADDING = frozenset(("Add", "Sum", "Identity", "Cast", "Reshape", "Constant"))  # operators of a plain sum
+SUMMED = ("ResidPre", "ResidMid", "ResidPost", "AttnOut", "SsmOut", "MlpOut")  # and what is added to them
 _plain: Once[str, bool] = Once()  # digest of a graph -> whether its stream is a plain sum
 
 
@@ -84,9 +84,9 @@ def adds_plainly(model: HookedModel) -> bool:
 
 def _adds_plainly(model: HookedModel) -> bool:
     flow, hooks, layers = Dataflow(model.proto), model.metadata.hooks, model.metadata.sizes.num_layers
-    operators = PLAIN | ({"Mul"} if model.metadata.exponents else frozenset())  # powers that the file is rescaled by
+    operators = ADDING | ({"Mul"} if model.metadata.exponents else frozenset())  # of a rescaled file
     for layer in range(layers):
-        pre, mid, post, *outputs = (str(getattr(HookPoint, kind)(layer)) for kind in STREAMS)
+        pre, mid, post, *outputs = (str(getattr(HookPoint, kind)(layer)) for kind in SUMMED)
         sums = {mid: {pre, *outputs}, post: {mid, pre, *outputs}}
         if layer + 1 < layers:
             sums[str(HookPoint.ResidPre(layer + 1))] = {post}

@@ -21,7 +21,7 @@ PROBE_ENTRIES = 2.0**6  # entries of the probe: their square is so far above eve
 SLACK = 1e-5  # what the linear map may differ by, relative to the largest output
 COARSE = 2.0**-7  # the same in 16 bits
 ROUNDED = 0.1  # and of a head whose inputs, or weights, are rounded to few bits
-PROBE_ROWS, PROBE_TOKENS = 2, 64  # of a product that tells the factor in front of the head
+PROBED_ROWS, PROBED = 2, 64  # of a product that tells the factor in front of the head
 
 
 @dataclass(frozen=True)
@@ -121,13 +121,13 @@ class LinearParts(Segments):
     def front(self) -> float | None:
         """The factor of the final norm's output in the head's product; None where the head transforms it first."""
         final, product = str(HookPoint.FinalNorm), self.head.product
-        y = np.random.default_rng(0).standard_normal((1, PROBE_ROWS, self.model.metadata.sizes.hidden_size))
+        y = np.random.default_rng(0).standard_normal((1, PROBED_ROWS, self.model.metadata.sizes.hidden_size))
         begin = final if final in self.model.metadata.hooks else self.end
         if not self.flow.needed([begin], [product]):
             return None
-        outputs = self._from(begin, product, y)[..., :PROBE_TOKENS]
-        outputs = outputs if self.head.bias is None else outputs - np.asarray(self.head.bias[:PROBE_TOKENS], np.float64)
-        plain = y @ np.asarray(self.head.weight[:, :PROBE_TOKENS], np.float64)
+        outputs = self._from(begin, product, y)[..., :PROBED]
+        outputs = outputs if self.head.bias is None else outputs - np.asarray(self.head.bias[:PROBED], np.float64)
+        plain = y @ np.asarray(self.head.weight[:, :PROBED], np.float64)
         factor = float((outputs * plain).sum() / (plain * plain).sum())
         slack = ROUNDED if self.model.rounds_activations or self.model.in_blocks else COARSE
         if not np.abs(outputs - factor * plain).max() <= slack * np.abs(outputs).max():
