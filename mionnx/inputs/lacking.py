@@ -73,7 +73,7 @@ def refuse_other_than_sums(model: HookedModel, what: str) -> None:
     if not adds_plainly(model):
         raise InputError(
             f"{what} takes the residual stream for the sum of what layers add to it, and {model.metadata.family!r} "
-            "multiplies it by numbers between additions. Patching sweeps, path patching, ablation and captures work"
+            "multiplies it by numbers between additions. Patching sweeps, ablation and captures work"
         )
 
 

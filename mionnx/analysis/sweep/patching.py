@@ -16,7 +16,7 @@ from mionnx.analysis.sweep.receivers import Receiver, make_receivers
 from mionnx.analysis.sweep.result import SweepResult
 from mionnx.analysis.sweep.sweep import Before, Sweep, SweepSetting, run_sweep
 from mionnx.graph.hook_points import HookPoint
-from mionnx.inputs.lacking import adds_plainly
+from mionnx.inputs.lacking import adds_plainly, refuse_other_than_sums
 from mionnx.inputs.token_batch import Place
 from mionnx.machine.typed import typed
 from mionnx.run.runner import Runner
@@ -133,8 +133,10 @@ def path_patch(
     graphs.refuse_crossings("path patching")
     if receivers == "all":
         refuse_other_ways(graphs, reading)
-    if not reading.parallel and not adds_plainly(model.hooked):
-        reading = replace(reading, normed=True)
+    if not adds_plainly(model.hooked):
+        if reading.parallel:
+            refuse_other_than_sums(model.hooked, "path patching of attention and MLP side by side")
+        reading = replace(reading, normed=True)  # exact whatever stands between additions
     reached_layers(grid, reading)  # refuses receivers that all come before the senders
     setting = SweepSetting(grid, "Path patching", shortcuts_for(model.hooked, None), receivers=reading)
     return run_sweep(Sweep(model, compared, setting), progress, resume, resume_key, before)
