@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from mionnx.analysis.sweep.receivers import INTO_ATTENTION, Receiver, entries_of, make_receivers
+from mionnx.analysis.sweep.receivers import INTO_ATTENTION, Receiver, entries_of, lesser_key, make_receivers
 from mionnx.errors import HookError, InputError, nearest
 from mionnx.graph.axes import heads_axis
 from mionnx.graph.dataflow import Dataflow
@@ -240,11 +240,10 @@ def _groups(model: HookedModel, layer: int) -> dict[str, int]:
 
 def _attention_inputs(model: HookedModel, layer: int) -> dict[str, str]:
     """The hook points of what a layer's heads compute with, each with its role; few attentions have a gate."""
-    names = {variant: str(getattr(HookPoint, variant)(layer)) for variant in ROLES}
-    lacking = {variant for variant, name in names.items() if name not in model.metadata.hooks}
+    names = {str(getattr(HookPoint, variant)(layer)): role for variant, role in ROLES.items()}
+    del names[lesser_key(model, layer)]
     # queries, keys and values are named even where they are lacking: the refusal tells of it
-    absent = {"AttnGate"} & lacking | ({"AttnRotK"} if {"AttnK", "AttnRotK"} - lacking != {"AttnRotK"} else {"AttnK"})
-    return {name: ROLES[variant] for variant, name in names.items() if variant not in absent}
+    return {name: role for name, role in names.items() if role != "g" or name in model.metadata.hooks}
 
 
 def _attention(model: HookedModel, layer: int, groups: Mapping[str, int]) -> Iterator[Node]:

@@ -55,7 +55,9 @@ def make_receivers(model: HookedModel, receivers: str | HookPoint | Iterable[Rec
     final = str(getattr(HookPoint, FINAL))
     if normed and final not in model.metadata.hooks:  # normed after its last addition, the head reads the stream itself
         final = str(HookPoint.ResidPost(layers - 1))
-    valid = [name for name in model.metadata.hooks if _receives(model, HookPoint.parse(name), kinds) or name == final]
+    valid = [name for name in model.metadata.hooks if HookPoint.parse(name).variant in kinds or name == final]
+    lesser = {lesser_key(model, layer) for layer in range(layers)}
+    valid = [name for name in valid if name not in lesser]
     if not model.metadata.attends and str(HookPoint.SsmPre(0)) not in valid:
         raise HookError(f"path patching needs attention heads or mixers; {model.metadata.family} has none")
     inside = [i for i, layer in enumerate(model.metadata.layers) if layer.attention and layer.recurrence]
@@ -96,9 +98,10 @@ def make_receivers(model: HookedModel, receivers: str | HookPoint | Iterable[Rec
     return Receivers(inner, final in heads, parallel, layers, normed)
 
 
-def _receives(model: HookedModel, point: HookPoint, kinds: tuple[str, ...]) -> bool:
-    keyed = point.layer is not None and str(HookPoint.AttnK(point.layer)) in model.metadata.hooks
-    return point.variant in kinds and not (point.variant == "AttnRotK" and keyed)
+def lesser_key(model: HookedModel, layer: int) -> str:
+    """Of the hook points of a layer's keys, before and behind their rotation, the one that does not receive."""
+    plain, rotated = str(HookPoint.AttnK(layer)), str(HookPoint.AttnRotK(layer))
+    return plain if plain not in model.metadata.hooks and rotated in model.metadata.hooks else rotated
 
 
 def entries_of(what: str, request: str | HookPoint | Iterable[Receiver], verb: str) -> list[tuple[str, Any]]:
