@@ -47,7 +47,8 @@ class FrozenNorms:
         # The head of each text is read by itself, where rows are no longer those of the list.
         if texts > 1 and hooks is not None and any(one.rows is not None for _, one in hooks.interventions):
             raise InputError(
-                "rows= of a list: where the stream is normed between additions, give prompts one at a time"
+                "rows= of a list: where parts go through norms between additions, or a transform in the head, give "
+                "prompts one at a time"
             )
         self.model, self.hooks, self.normed = model, hooks, sums_have_names(model.hooked)
         self.end = str(HookPoint.ResidPost(model.num_layers - 1))
@@ -97,7 +98,9 @@ class FrozenNorms:
             norm_bias += float(norm.bias @ direction)
             direction = norm.turned(direction)[0]
             shares |= {label: float(parts[label] @ direction) for label in parts if label.startswith(begins)}
-        values = [shares.get(label, float(part @ direction)) for label, part in parts.items()]
+        # in front of all norms: the embedding; where there are none, every part
+        shares |= {label: float(part @ direction) for label, part in parts.items() if label not in shares}
+        values = [shares[label] for label in parts]
         biases = {"norm_bias": norm_bias} if self.normed else {}
         return [*parts, *biases, "head_bias"], np.array([*values, *biases.values(), head_bias])
 

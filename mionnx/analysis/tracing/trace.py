@@ -61,7 +61,8 @@ def trace(
     """Trace a prompt through the features of transcoders: its attribution graph (Ameisen et al. 2025).
 
     Effects are those of circuit-tracer: direct, with attention patterns, scales of norms and outputs of MLPs as
-    constants of the prompt. Each feature that is active, each error of a transcoder and each token is a source.
+    constants of the prompt, on logits before a soft cap. Each feature that is active, each error of a transcoder and
+    each token is a source.
 
     Args:
         prompt: a text, or its ids, or a list of them. In front of a text that does not begin with a special token the
@@ -89,10 +90,11 @@ def trace(
 
     Raises:
         InputError: no such feature or token, no transcoders, or such as do not fit the model, an encoder, a recurrent
-            model, one that computes in another dtype than float32, a text of `skip` tokens or less, or too little
-            memory for any feature.
+            model, one whose layers read more of earlier ones than the stream (Gemma 4) or whose head transforms the
+            final norm's output (ModernBERT's decoder), one that computes in another dtype than float32, a text of
+            `skip` tokens or less, or too little memory for any feature.
         HookError: hook points that the model does not have, or a direction that no feature leads to.
-        GradientError: an operator without a rule.
+        GradientError: an operator without a rule, or heads in one axis with the batch (BLOOM).
 
     Example:
         graph = model.trace("The capital of France is", TranscoderSet.load("world-llama"))
