@@ -9,11 +9,13 @@
 - gradients: by values of a layer in the middle, along a direction, beside differences of two passes; a share.
 - trace: effects of features in an attribution graph of random transcoders beside gradients by what MLPs write; a share.
 - ragged: rows of a list of unequal texts beside each alone. pieces: a text in two pieces beside one.
-- steer: logits of the tokens of a steered generation beside one pass. compiled: the file of a spec in ONNX Runtime.
+- steer: how far the tokens of a steered generation lie below the largest logits of one pass over its text.
+- compiled: the file of a spec in ONNX Runtime beside a pass.
 
 A cell is the largest difference, in logits where it is no share, or "-" where the verb is refused: the table below says
-why. A star marks one above 5e-5, of gradients above 0.02. About two hours; `--rows` keeps what was measured as JSON
-lines, `--models` the models. Of named families the saved table keeps the others' rows.
+why. A star marks one above 5e-5, of gradients above 0.02, and nan where nothing could be compared. About two hours;
+`--rows` keeps what was measured as JSON lines, `--models` the models. Of named families the saved table keeps the
+others' rows.
 """
 
 import argparse
@@ -103,9 +105,14 @@ def cells_of(
             yield points[row], (row,), {}
 
 
+def largest(differences: list[float]) -> float:
+    """The largest difference; NaN if one is, or where nothing was compared."""
+    return float(np.max(differences)) if differences else float("nan")
+
+
 def patch(case: Case) -> float:
     """Cells of patching sweeps."""
-    worst = 0.0
+    off = list[float]()
     for hook, axes in SWEPT.items():
         if not case.points(hook):
             continue
@@ -115,8 +122,8 @@ def patch(case: Case) -> float:
             value = case.model.forward([case.clean], HookSpec().capture(point))[point]
             spec = HookSpec().intervene(point, edit_of(value, point, chosen, case))
             told = found.values[(layers.index(point.layer), *index[1:])]
-            worst = max(worst, abs(float(told) - case.number(case.corrupted, spec)))
-    return worst
+            off.append(abs(float(told) - case.number(case.corrupted, spec)))
+    return largest(off)
 
 
 def edit_of(value: Any, point: HookPoint, chosen: dict[str, Any], case: Case) -> Intervention:
@@ -132,7 +139,7 @@ def edit_of(value: Any, point: HookPoint, chosen: dict[str, Any], case: Case) ->
 
 def ablate(case: Case) -> float:
     """Cells of ablation sweeps with zeros."""
-    worst = 0.0
+    off = list[float]()
     for hook, axes in SWEPT.items():
         if not case.points(hook):
             continue
@@ -141,29 +148,29 @@ def ablate(case: Case) -> float:
         for point, index, chosen in cells_of(case, hook, axes):
             spec = HookSpec().intervene(point, Intervention.Zero(**chosen))
             told = found.values[(layers.index(point.layer), *index[1:])]
-            worst = max(worst, abs(float(told) - case.number(case.clean, spec)))
-    return worst
+            off.append(abs(float(told) - case.number(case.clean, spec)))
+    return largest(off)
 
 
 def paths(case: Case) -> float:
     """Path patching with all receivers."""
-    worst = 0.0
+    off = list[float]()
     for hook in SENDERS:
         if case.points(hook):
             given = (case.clean, case.corrupted), (hook, SWEPT[hook])
             plain = case.model.patch_sweep(*given[0], *given[1], **case.given)
             path = case.model.path_patch(*given[0], "all", *given[1], **case.given)
-            worst = max(worst, float(np.abs(path.values - plain.values).max()))
-    return worst
+            off.append(float(np.abs(path.values - plain.values).max()))
+    return largest(off)
 
 
 def edges(case: Case) -> float:
     """Circuits of no edge, of all, and of all but one."""
-    model, worst = case.model, 0.0
+    model = case.model
     ranking = model.edge_attribution(case.clean, case.corrupted, **case.given)
     found = model.circuit(case.clean, case.corrupted, [0, ranking.count], scores=ranking, **case.given)
     ends = [case.number(case.corrupted), case.number(case.clean)]
-    worst = float(np.abs(found.values - ends).max())
+    off = [float(np.abs(found.values - ends).max())]
     places = np.argwhere(ranking.edges)
     for row, column in places[case.random.permutation(len(places))[:CELLS]]:
         scores = np.ones(ranking.scores.shape)
@@ -187,8 +194,8 @@ def edges(case: Case) -> float:
             **case.given,
         )
         value = exact.values[0] if head is None else exact.values[0, head]
-        worst = max(worst, abs(float(one.values[0]) - float(value)))
-    return worst
+        off.append(abs(float(one.values[0]) - float(value)))
+    return largest(off)
 
 
 def attribute(case: Case) -> float:
@@ -201,7 +208,7 @@ def attribute(case: Case) -> float:
 
 def gradients(case: Case) -> float:
     """Derivatives along a direction beside differences of passes, in steps so short that no expert flips."""
-    worst, layer = 0.0, case.model.num_layers // 2
+    off, layer = list[float](), case.model.num_layers // 2
     points = [one for one in case.model.hook_points() if one.layer == layer and not one.derived]
     for point in [one for one in points if "scores" not in one.name and "indices" not in one.name]:
         try:
@@ -220,8 +227,8 @@ def gradients(case: Case) -> float:
 
         told = float((grad * direction).sum())
         seen = [(number(step * size) - number(-step * size)) / (2 * step * size) for step in STEPS]
-        worst = max(worst, min(abs(told - one) / max(abs(told), abs(one), 1e-3) for one in seen))
-    return worst
+        off.append(min(abs(told - one) / max(abs(told), abs(one), 1e-3) for one in seen))
+    return largest(off)
 
 
 def trace(case: Case) -> float:
@@ -239,7 +246,7 @@ def ragged(case: Case) -> float:
     """Rows of unequal texts with captures and an edit, beside each alone."""
     spec = middle(case).capture("blocks.*.hook_resid_post")
     texts = [case.clean, case.corrupted[:4], case.clean[:6]]
-    together, worst = case.model.forward(texts, spec), 0.0
+    together, off = case.model.forward(texts, spec), list[float]()
     for row, text in enumerate(texts):
         alone = case.model.forward([text], spec)
         for name in ["output", *map(str, case.points("hook_resid_post"))]:
@@ -247,8 +254,8 @@ def ragged(case: Case) -> float:
             # what reads both ways is padded on the right
             start = 0 if case.model.bidirectional or one.ndim < 3 else both.shape[1] - len(text)
             part = both[row, start : start + len(text)] if one.ndim == 3 else both[row]
-            worst = max(worst, float(np.abs(part - one[0]).max()))
-    return worst
+            off.append(float(np.abs(part - one[0]).max()))
+    return largest(off)
 
 
 def middle(case: Case) -> HookSpec:
@@ -269,20 +276,18 @@ def pieces(case: Case) -> float:
 
 
 def steer(case: Case) -> float:
-    """Logits of a steered generation."""
+    """How far the tokens of a steered generation lie below the largest logits of one pass over its text."""
     spec = middle(case)
-    found = case.model.generate(
-        [case.clean, case.corrupted[:4]], spec, max_new_tokens=5, output_logits=True, eos_token_id=[]
-    )
-    worst = 0.0
+    found = case.model.generate([case.clean, case.corrupted[:4]], spec, max_new_tokens=5, eos_token_id=[])
+    off = list[float]()
     for row, ids in enumerate(found.ids):
         ids = np.asarray(ids)
         logits = case.model.forward([ids], spec).output()[0]
         new = len(found.new_ids[row])
         top = logits[len(ids) - new - 1 : -1].max(-1)
         chosen = logits[np.arange(len(ids) - new - 1, len(ids) - 1), ids[-new:]]
-        worst = max(worst, float((top - chosen).max()))
-    return worst
+        off.append(float((top - chosen).max()))
+    return largest(off)
 
 
 def compiled(case: Case) -> float:

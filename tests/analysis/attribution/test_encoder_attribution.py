@@ -137,6 +137,7 @@ def test_parts_pass_the_norms_between_additions_as_torch_passes_them(text_encode
     assert zeroed["L1H2"] == 0
 
 
+@pytest.mark.slow
 def test_parts_of_a_stream_that_is_a_sum_pass_the_transform_of_the_head_as_torch_passes_them(tmp_path):
     """ModernBERT: the final norm and the head's with their scales for constants, its activation with its factor."""
     reference = make_encoder("modernbert", tmp_path / "checkpoint").double()

@@ -10,8 +10,8 @@ from unlisted_families import FAMILIES, make
 from exporters.transformers import export
 from mionnx import GradientError, InputError, MIModel, TranscoderSet
 
-# of a value in one of several axes; with experts; with a factor behind the head, and in front of it
-SLOW = ("falcon", "apertus1p5_text", "deepseek_v2", "dbrx", "cohere", "minicpm3")
+# values repeated, gathered, along unknown lengths; latents; experts; a factor behind the head, and in front of it
+FAMILIES_OF_RULES = ("diffllama", "falcon", "apertus1p5_text", "deepseek_v2", "dbrx", "cohere", "minicpm3")
 IDS = np.random.default_rng(5).integers(5, 80, (2, 9)).tolist()
 
 
@@ -32,13 +32,8 @@ def traced(tmp_path):
     return trace
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "diffllama",  # repeats its values
-        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES_OF_RULES)
 def test_effects_are_gradients_by_what_mlps_write(traced, family):
     model, graph, layers = traced(family)
     expected, few = effects_by_gradients(model, graph, layers, 5, 9), len(graph.features)
