@@ -116,12 +116,14 @@ class _Walk:
         key = (node.domain, version, node.op_type, attributes, len(node.output), names, *facts)
         if key not in self.memo:
             self.memo[key] = self._inferred(node, inputs, place)
+        if self.memo[key] and all(fact.constant for fact in inputs if fact is not None):
+            self._count_products(node, inputs, self.memo[key][0], place)
         return self.memo[key]
 
     def _inferred(self, node: onnx.NodeProto, inputs: Sequence[Known | None], place: _Place) -> list[Known]:
         constant = all(fact.constant for fact in inputs if fact is not None)
         try:
-            outputs = infer(node, inputs, self.opsets)
+            return infer(node, inputs, self.opsets)
         except ModelError:
             raise
         except Exception as error:  # onnx's errors share no base class
@@ -129,11 +131,14 @@ class _Walk:
                 reason = str(error).strip().splitlines()[-1:] or [""]
                 raise ModelError(f"{node.op_type} node {label(node)}: its size is not known: {reason[0]}") from error
             return [Known() for _ in node.output]
-        if constant and outputs:
-            self.products += _products(node, inputs, outputs[0]) * place.times
-            if self.products > PRODUCTS:
-                raise ModelError(f"{node.op_type} node {label(node)}: constants of {self.products:,} products: refused")
-        return outputs
+
+    def _count_products(
+        self, node: onnx.NodeProto, inputs: Sequence[Known | None], output: Known, place: _Place
+    ) -> None:
+        """Count a constant node's multiplications, those of equal nodes too: a runtime computes each."""
+        self.products += _products(node, inputs, output) * place.times
+        if self.products > PRODUCTS:
+            raise ModelError(f"{node.op_type} node {label(node)}: constants of {self.products:,} products: refused")
 
     def _constant(
         self, node: onnx.NodeProto, inputs: Sequence[Known | None], scope: Scope, place: _Place
