@@ -11,8 +11,10 @@ functions too.
 3. A `Loop` has a trip count that follows from constants and shapes, of at most `TRIPS` with those around it; what it
    carries keeps its shape.
 4. Products of constants take at most `PRODUCTS` multiplications.
+5. Operators whose cost the sizes of their inputs and outputs do not bound are not applied to constants alone.
 """
 
+import re
 from collections import ChainMap
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +29,10 @@ from mionnx.graph.known_value import Dims, Known, infer, label, of_shape, of_ten
 VALUE, TOTAL = 2**28, 2**30  # bytes that any graph may take besides its weights
 TRIPS = 2**20
 PRODUCTS = 2**36
+# Pools, attention (which has a matrix of scores inside), recurrences, cubes: no exporter writes them on constants alone
+UNBOUNDED = re.compile(
+    r".*Attention.*|(Average|Max|Lp)Pool|RNN|LSTM|GRU|LRN|Det|Inverse|.*DFT|STFT|NonMaxSuppression|RoiAlign"
+)
 VISITS = 2**16  # nodes, those of functions as often as they are called
 STEPS = 32  # after which what a loop carries must keep its shape
 LIST_ATTRIBUTES = {"value_ints": "int64", "value_floats": "float32", "value_int": "int64", "value_float": "float32"}
@@ -136,6 +142,8 @@ class _Walk:
         self, node: onnx.NodeProto, inputs: Sequence[Known | None], output: Known, place: _Place
     ) -> None:
         """Count a constant node's multiplications, those of equal nodes too: a runtime computes each."""
+        if UNBOUNDED.fullmatch(node.op_type):
+            raise ModelError(f"{node.op_type} node {label(node)} is of constants alone, and may take hours: refused")
         self.products += _products(node, inputs, output) * place.times
         if self.products > PRODUCTS:
             raise ModelError(f"{node.op_type} node {label(node)}: constants of {self.products:,} products: refused")
@@ -268,7 +276,7 @@ def _products(node: onnx.NodeProto, inputs: Sequence[Known | None], output: Know
     counts = [fact.most or 0 for fact in inputs if fact is not None]
     if node.op_type == "Einsum":
         return prod(counts)
-    if node.op_type in ("MatMul", "Gemm", "MatMulInteger", "QLinearMatMul", "MatMulNBits", "FusedMatMul"):
+    if "MatMul" in node.op_type or "Gemm" in node.op_type:
         shape = inputs[0].shape if inputs and inputs[0] is not None else None
         # the inner length is one of the first factor's axes: the longest is an upper bound, whichever is turned
         return (output.most or 0) * max((dim or 0 for dim in shape or ()), default=1)

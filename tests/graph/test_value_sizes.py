@@ -220,6 +220,20 @@ def test_products_that_take_hours_are_refused(length):
         Fragment.of(model(text))
 
 
+@pytest.mark.parametrize(
+    ("shape", "operator"),
+    [
+        ([1, 1, 2**19], 'AveragePool <kernel_shape = [32768], auto_pad = "SAME_UPPER"> (a)'),  # opened in 76 s
+        ([1, 1, 2**16, 1], "Attention(a, a, a)"),  # 16 GB of scores
+        ([1, 2**13, 2**13], "Det(a)"),
+    ],
+)
+def test_constants_whose_sizes_do_not_tell_their_cost_are_refused(shape, operator):
+    text = f"size = Constant <value_ints = {shape}> () a = ConstantOfShape(size) b = {operator}"
+    with pytest.raises(ModelError, match="of constants alone"):
+        Fragment.of(model(f"{text} m = ReduceMax <keepdims = 0> (b) y = Add(x, m)"))
+
+
 def test_loops_branches_and_large_weights_that_have_a_bound_pass():
     """A Loop of a fixed count, an If on a shape, a table made of constants, and a choice of the 32 largest."""
     text = """
