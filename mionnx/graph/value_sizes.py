@@ -31,7 +31,7 @@ TRIPS = 2**20
 PRODUCTS = 2**36
 # Pools, attention (which has a matrix of scores inside), recurrences, cubes: no exporter writes them on constants alone
 UNBOUNDED = re.compile(
-    r".*Attention.*|(Average|Max|Lp)Pool|RNN|LSTM|GRU|LRN|Det|Inverse|.*DFT|STFT|NonMaxSuppression|RoiAlign"
+    r".*Attention.*|(Average|Max|Lp|MaxRoi)Pool|RNN|LSTM|GRU|LRN|Det|Inverse|.*DFT|STFT|NonMaxSuppression|RoiAlign"
 )
 VISITS = 2**16  # nodes, those of functions as often as they are called
 STEPS = 32  # after which what a loop carries must keep its shape
