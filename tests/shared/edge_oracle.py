@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.models.codegen.modeling_codegen import apply_rotary_pos_emb as rotate_pairs
+from transformers.models.codegen.modeling_codegen import create_sinusoidal_positions
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as rotate_some
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -177,6 +179,37 @@ class Neox(Gpt2):
 
     def logits(self, stream: Tensor) -> Tensor:
         return self.model.get_output_embeddings()(self.body.final_layer_norm(stream))[0, -1]
+
+
+class CodeGen(Gpt2):
+    """CodeGen: one norm for attention and MLP; one projection, in four parts of queries, values and keys each."""
+
+    parallel = True
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.body.wte(ids)[None]
+
+    def into(self, layer: int, role: str, stream: Tensor) -> Tensor:
+        block = self.layers[layer]
+        made = block.attn.qkv_proj(block.ln_1(stream))[0].unflatten(-1, (4, 3, -1))[:, :, "qvk".index(role)]
+        return made.flatten(1).unflatten(-1, (self.heads, -1)).transpose(0, 1)
+
+    def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        width = self.config.rotary_dim
+        sin, cos = create_sinusoidal_positions(q.shape[1], width).double()[None].chunk(2, dim=-1)
+
+        def rotated(one: Tensor) -> Tensor:
+            turned = rotate_pairs(one[..., :width].transpose(0, 1)[None], sin, cos)[0].transpose(0, 1)
+            return torch.cat([turned, one[..., width:]], dim=-1)
+
+        return rotated(q), rotated(k)
+
+    def write(self, layer: int, z: Tensor) -> Tensor:
+        return self.layers[layer].attn.out_proj(z.transpose(0, 1).flatten(1)[None])
+
+    def mlp(self, layer: int, stream: Tensor) -> Tensor:
+        block = self.layers[layer]
+        return block.mlp(block.ln_1(stream))
 
 
 class EuroBert(Llama):

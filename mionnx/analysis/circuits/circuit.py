@@ -95,7 +95,7 @@ def circuit(
         result.faithfulness, result.leading(10)
     """
     check_outside(ablation, reference, by)
-    nodes = all_nodes(model.hooked, ungrouped or (scores is not None and scores.ungrouped))
+    nodes = all_nodes(model, ungrouped or (scores is not None and scores.ungrouped))
     if nodes.normed and ablation != PATCHING:  # what is left of a stream without its parts is no stream of the model
         refuse_normed_stream(model.hooked, f"ablation={ablation!r} of edges")
     sizes = _sizes(edges, int(nodes.edges.sum()))

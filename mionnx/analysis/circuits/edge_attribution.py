@@ -104,7 +104,7 @@ def edge_attribution(
     _check(steps, rules, metric == "kl" and patching == "noising")
     if along not in ALONG:
         raise InputError(f"along={along!r}; one of {', '.join(ALONG)}{nearest(along, ALONG)}")
-    nodes = all_nodes(model.hooked, ungrouped)
+    nodes = all_nodes(model, ungrouped)
     rows, columns = chosen_senders(nodes, senders), chosen_receivers(model.hooked, nodes, receivers)
     _refuse_no_edge(nodes, rows, columns)
     comparison = Comparison(cast(Prompt, clean), corrupted, metric, answer, versus, patching, position)

@@ -134,7 +134,7 @@ class EdgeAttribution(Shown):
             InputError: scores of some nodes only, or of another model.
             SpecFileError: another ending, or a file that cannot be written.
         """
-        nodes = all_nodes(model.hooked, self.ungrouped)
+        nodes = all_nodes(model, self.ungrouped)
         if [*self.senders] != [one.label for one in nodes.senders] or self.scores.shape != nodes.edges.shape:
             raise InputError(
                 f"scores of {len(self.senders)} senders and {len(self.receivers)} receivers: a file has those of all "
@@ -164,7 +164,7 @@ class EdgeAttribution(Shown):
             scores = EdgeAttribution.from_importances("importances.json", model)
             model.circuit(clean, corrupted, scores=scores)
         """
-        nodes = all_nodes(model.hooked, ungrouped)
+        nodes = all_nodes(model, ungrouped)
         costs = read_importances(Path(path), model, nodes)
         return cls(
             np.where(nodes.edges, -costs, 0.0),

@@ -42,7 +42,7 @@ class _Names:
 
     @classmethod
     def of(cls, model: Runner) -> "_Names":
-        sizes, nodes = model.hooked.metadata.sizes, all_nodes(model.hooked)
+        sizes, nodes = model.hooked.metadata.sizes, all_nodes(model)
         group = sizes.num_heads // max(1, sizes.num_kv_heads)
         return cls(sizes.num_layers, sizes.num_heads, sizes.hidden_size, nodes.parallel, group)
 

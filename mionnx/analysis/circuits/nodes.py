@@ -16,6 +16,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from mionnx.analysis.sweep.path_runs import depends
 from mionnx.analysis.sweep.receivers import INTO_ATTENTION, Receiver, entries_of, lesser_key, make_receivers
 from mionnx.errors import HookError, InputError, nearest
 from mionnx.graph.axes import heads_axis
@@ -24,6 +25,8 @@ from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.hooked_model import HookedModel
 from mionnx.graph.output_head import LOGITS
 from mionnx.inputs.lacking import refuse_normed_stream
+from mionnx.run.runner import Runner
+from mionnx.run.segments import Segments
 from mionnx.spec.limits import indices_of
 
 ROLES = dict(zip(INTO_ATTENTION, "qkkvg", strict=True))
@@ -63,6 +66,8 @@ class Nodes:
     normed: bool = False  # whether the stream is normed after each addition
     # Hook point of keys or values -> heads that share one of them, and are nodes of their own all the same.
     shared: Mapping[str, int] = field(default_factory=dict)
+    # Value -> the stream that its nodes read besides its sources, and of which it takes nothing.
+    idle: Mapping[str, str] = field(default_factory=dict)
 
     def own_head(self, node: Node) -> int | None:
         """The head of its hook point that a node reads."""
@@ -124,8 +129,9 @@ class Nodes:
         return 2 * layer + (0 if self.parallel else 1)
 
 
-def all_nodes(model: HookedModel, ungrouped: bool = False) -> Nodes:
+def all_nodes(runner: Runner, ungrouped: bool = False) -> Nodes:
     """All nodes of a model; `ungrouped`: keys and values that heads share are nodes of each of these heads."""
+    model = runner.hooked
     reading = make_receivers(model, "all")
     layers, parallel, normed = reading.layers, reading.parallel, reading.normed
     if normed and (parallel or str(HookPoint.ResidMidSum(0)) not in model.metadata.hooks):  # nothing is added apart
@@ -136,7 +142,7 @@ def all_nodes(model: HookedModel, ungrouped: bool = False) -> Nodes:
     mlps = frozenset(i for i in range(layers) if str(HookPoint.MlpOut(i)) in model.metadata.hooks)
     final = str(HookPoint.ResidPost(layers - 1) if normed else HookPoint.FinalNorm)
     inputs = {layer: tuple(_attention_inputs(model, layer)) for layer in attends}
-    _refuse_inseparable(model, _ways(layers, parallel, mlps, inputs, mixers, headed, final))
+    idle = _refuse_inseparable(runner, _ways(layers, parallel, mlps, inputs, mixers, headed, final))
     senders = [Node("embed", str(HookPoint.Embed), None, 0)]
     receivers: list[Node] = []
     shared: dict[str, int] = {}
@@ -159,7 +165,9 @@ def all_nodes(model: HookedModel, ungrouped: bool = False) -> Nodes:
             senders.append(Node(f"m{layer}", str(HookPoint.MlpOut(layer)), None, 2 * layer + 2))
             receivers.append(Node(f"m{layer}", str(HookPoint.MlpPre(layer)), None, 2 * layer + 1 - parallel))
     receivers.append(Node("logits", final, None, 2 * layers))
-    return Nodes(tuple(senders), tuple(receivers), layers, parallel, mlps, attends, mixers, headed, normed, shared)
+    return Nodes(
+        tuple(senders), tuple(receivers), layers, parallel, mlps, attends, mixers, headed, normed, shared, idle
+    )
 
 
 def _has_heads(model: HookedModel, z: str) -> bool:
@@ -167,8 +175,12 @@ def _has_heads(model: HookedModel, z: str) -> bool:
     return z in model.metadata.hooks and _heads(model, z) > 1
 
 
-def _refuse_inseparable(model: HookedModel, ways: Iterable[tuple[str, tuple[str, ...]]]) -> None:
-    """Refuse a model whose parts read something besides the stream, by its graph's structure."""
+def _refuse_inseparable(runner: Runner, ways: Iterable[tuple[str, tuple[str, ...]]]) -> dict[str, str]:
+    """Refuse a model whose parts read something besides the stream, by its graph's structure and by a trial.
+
+    Returns the streams that values seem to depend on and do not.
+    """
+    model, idle = runner.hooked, dict[str, str]()
     family = model.metadata.family
     if model.rounds_by_call:
         raise InputError(f"edges: {family!r} rounds activations with one scale for a whole call, so rows are not apart")
@@ -183,11 +195,19 @@ def _refuse_inseparable(model: HookedModel, ways: Iterable[tuple[str, tuple[str,
         for name in (value, *sources):
             if name != LOGITS and name not in model.metadata.hooks:
                 raise InputError(f"edges: {family!r} has no hook point {name}, by which its parts would be told apart")
-        if entries & flow.read_by(flow.ancestors([value], {*sources, *shapes} - {value})):
+        ends = {*sources, *shapes} - {value}
+        if not entries & flow.read_by(flow.ancestors([value], ends)):
+            continue
+        # The stream before a layer may be read besides, and thrown away again.
+        stream = str(HookPoint.ResidPre(HookPoint.parse(value).layer or 0))
+        beside = stream in sources or entries & flow.read_by(flow.ancestors([value], ends | {stream}))
+        if beside or depends(runner.opened(Segments.of_sweep), value, stream, sources):
             raise InputError(
                 f"edges: in {family!r}, {value} depends on the tokens by another way than {', '.join(sources)}, so "
                 "what it reads is no sum of what others send. Patching sweeps, captures and gradients work"
             )
+        idle[value] = stream
+    return idle
 
 
 def _ways(

@@ -36,7 +36,7 @@ class Parts:
         z = str(HookPoint.AttnZ(layer))
         group = max((self.nodes.shared.get(name, 1) for name in values), default=1)
         if group == 1:
-            return self._run(values, z)[z]
+            return self._run({**values, **self._idle(z, len(next(iter(values.values()))))}, z)[z]
         # Heads of a group with keys and values of their own: a row for each member, in which all groups have that
         # member's, and of which that member's head counts.
         rows = len(next(iter(values.values())))
@@ -44,10 +44,15 @@ class Parts:
             name: np.concatenate([self._of_members(name, value, member) for member in range(group)])
             for name, value in values.items()
         }
-        read = self._run(by_member, z)[z]
+        read = self._run({**by_member, **self._idle(z, group * rows)}, z)[z]
         split = read.reshape(group, rows, read.shape[1], -1, group, read.shape[-1])
         members = np.stack([split[member, :, :, :, member] for member in range(group)], axis=3)
         return members.reshape(rows, *read.shape[1:])
+
+    def _idle(self, value: str, rows: int) -> Arrays:
+        """Zeros for a stream of which a value takes nothing: without them the layers before it would be computed."""
+        hidden, stream = self.segments.model.metadata.sizes.hidden_size, self.nodes.idle.get(value)
+        return {} if stream is None else {stream: np.zeros((rows, self.seq, hidden), np.float32)}
 
     def _of_members(self, name: str, value: Floats, member: int) -> Floats:
         """Of keys and values by head, [rows, n_heads, ...], those of one member of each group; others as they are."""

@@ -4,6 +4,7 @@ For one receiver this is the path patching of Wang et al. (2022, arXiv:2211.0059
 the two frozen; with several receivers, later ones read the outputs of earlier ones too.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -64,7 +65,7 @@ def refuse_other_ways(graphs: Segments, receivers: Receivers) -> None:
         out = str((HookPoint.MlpOut if middle else HookPoint.AttnOut)(layer))
         if out not in hooks or read not in flow.read_by(flow.ancestors([out], {read, *inputs})):
             continue
-        if _depends(graphs, out, read, inputs):  # codegen stacks queries, keys and values, and takes them apart again
+        if depends(graphs, out, read, inputs):  # codegen stacks queries, keys and values, and takes them apart again
             raise InputError(
                 f"receivers='all': in this {graphs.model.metadata.family} model {out} depends on {read} by another way "
                 f"than {', '.join(inputs)}, so these do not read all that a sender changes. Name receivers; "
@@ -72,8 +73,8 @@ def refuse_other_ways(graphs: Segments, receivers: Receivers) -> None:
             )
 
 
-def _depends(graphs: Segments, out: str, read: str, inputs: list[str]) -> bool:
-    """Whether a value changes with the stream where the inputs of its half keep theirs."""
+def depends(graphs: Segments, out: str, read: str, inputs: Sequence[str]) -> bool:
+    """Whether a value changes with the stream where the inputs that it is computed from keep theirs."""
     draw, rows = np.random.default_rng(0), Rows.blank(1, TRIAL)
     one, other = draw.standard_normal((2, 1, TRIAL, graphs.model.metadata.sizes.hidden_size))
     fixed = graphs.run(rows, {read: one}, inputs) if inputs else {}

@@ -6,9 +6,10 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from edge_oracle import KINDS, EdgeModel, edge_scores
+from edge_oracle import KINDS, CodeGen, EdgeModel, edge_scores
 from families import make_model
 from sweep_pairs import prompts
+from unlisted_families import make
 
 from exporters.transformers import export
 from mionnx import GradientError, MIModel
@@ -46,6 +47,29 @@ def test_scores_are_those_of_autograd(models, oracle, references, name, steps):
         expected = matrix(found, edge_scores(torch_model, *pair, 5, 9, steps))
         assert np.abs(found.scores - expected).max() <= 1e-5 * np.abs(expected).max()
         assert (expected[found.edges] != 0).mean() > 0.8
+
+
+def test_a_graph_that_takes_queries_and_keys_apart_after_stacking_them_has_edges(tmp_path):
+    """CodeGen's keys seem to lead to its queries: a trial tells that they do not."""
+    reference, (clean, corrupted) = make("codegen"), prompts(21)
+    reference.save_pretrained(tmp_path / "checkpoint")
+    export(tmp_path / "checkpoint", tmp_path / "hooked")
+    model, torch_model = MIModel.from_pretrained(tmp_path / "hooked", threads=1), EdgeModel(CodeGen(reference))
+    good, bad = (torch.from_numpy(ids) for ids in (clean, corrupted))
+    with torch.no_grad():
+        logits, whole = torch_model.run(good)[0], reference(good[None]).logits[0, -1]
+        torch.testing.assert_close(logits.float(), whole, atol=2e-5, rtol=1e-4)
+    found = model.edge_attribution(clean, corrupted, patching="noising", **TOKENS)
+    expected = matrix(found, edge_scores(torch_model, good, bad, 5, 9, 1))
+    assert np.abs(found.scores - expected).max() <= 1e-5 * np.abs(expected).max()
+    sizes = [0, 10, 60, found.count]
+    values = model.circuit(clean, corrupted, sizes, scores=found, **TOKENS).values
+    with torch.no_grad():
+        its = torch_model.run(bad)[1]
+        for size, value in zip(sizes, values, strict=True):
+            kept = {(sender, receiver) for sender, receiver, _ in found.top(size)}
+            logits, _ = torch_model.run(good, its, lambda *edge, kept=kept: edge in kept)
+            assert value == pytest.approx(float(logits[5] - logits[9]), abs=5e-5)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2"])

@@ -22,7 +22,7 @@ def place(label: str, receives: bool) -> tuple[int, int]:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
 def test_an_edge_leads_from_what_is_written_to_what_reads_it_later(models, family: str) -> None:
     model = models(family)
-    nodes = all_nodes(model.hooked)
+    nodes = all_nodes(model)
     layers, heads = model.num_layers, model.num_heads
     assert len(nodes.senders) == 1 + layers * (heads + 1)
     labels = [node.label for node in nodes.receivers]
@@ -38,7 +38,7 @@ def test_an_edge_leads_from_what_is_written_to_what_reads_it_later(models, famil
 
 
 def test_requests_mean_the_nodes_that_plain_names_mean(shipped: MIModel) -> None:
-    nodes = all_nodes(shipped.hooked)
+    nodes = all_nodes(shipped)
 
     def senders(given: object) -> list[str]:
         return [nodes.senders[at].label for at in chosen_senders(nodes, given)]
@@ -58,7 +58,7 @@ def test_requests_mean_the_nodes_that_plain_names_mean(shipped: MIModel) -> None
 
 
 def test_values_of_a_pair_are_those_of_two_forward_passes(shipped: MIModel) -> None:
-    nodes = all_nodes(shipped.hooked)
+    nodes = all_nodes(shipped)
     values = node_values(shipped, nodes, Pair(*IDS))
     spec = HookSpec()
     for name in captures(nodes):

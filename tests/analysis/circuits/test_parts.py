@@ -17,7 +17,7 @@ IDS, OTHER = np.array([3, 4, 5, 6]), np.array([3, 7, 5, 6])
 
 
 def parts_of(model: MIModel) -> Parts:
-    return Parts(model, all_nodes(model.hooked), len(IDS))
+    return Parts(model, all_nodes(model), len(IDS))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gpt_neox"])
@@ -42,7 +42,7 @@ def test_each_part_gives_what_the_whole_graph_gives(models, family: str) -> None
 @pytest.mark.parametrize(("family", "linear"), [("llama", True), ("gpt2", True), ("gpt_neox", True), ("gemma2", False)])
 def test_heads_add_up_where_nothing_norms_their_sum(models, family: str, linear: bool) -> None:
     model = models(family)
-    parts, values = parts_of(model), node_values(model, all_nodes(model.hooked), Pair(IDS, OTHER))
+    parts, values = parts_of(model), node_values(model, all_nodes(model), Pair(IDS, OTHER))
     assert parts.linear == [linear] * model.num_layers
     changes = dict(zip((node.label for node in parts.nodes.senders), values.changes(parts), strict=True))
     for layer in range(model.num_layers):
