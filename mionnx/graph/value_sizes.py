@@ -30,8 +30,8 @@ VALUE, TOTAL = 2**28, 2**30  # bytes that any graph may take besides its weights
 TRIPS = 2**20
 PRODUCTS = 2**36
 # Pools, attention (which has a matrix of scores inside), recurrences, cubes: no exporter writes them on constants alone
-UNBOUNDED = re.compile(
-    r".*Attention.*|(Average|Max|Lp|MaxRoi)Pool|RNN|LSTM|GRU|LRN|Det|Inverse|.*DFT|STFT|NonMaxSuppression|RoiAlign"
+COSTLY = re.compile(
+    r".*Attention.*|(?!.*Global).*Pool|.*(RNN|LSTM|GRU)|LRN|Det|Inverse|.*DFT|STFT|NonMaxSuppression|RoiAlign"
 )
 VISITS = 2**16  # nodes, those of functions as often as they are called
 STEPS = 32  # after which what a loop carries must keep its shape
@@ -120,20 +120,20 @@ class _Walk:
         names = tuple(dict.fromkeys(node.input)) if len({*node.input}) < len(node.input) else ()
         version, facts = self.opsets.get(node.domain), [fact and fact.key for fact in inputs]
         key = (node.domain, version, node.op_type, attributes, len(node.output), names, *facts)
+        constant = all(fact.constant for fact in inputs if fact is not None)
         if key not in self.memo:
-            self.memo[key] = self._inferred(node, inputs, place)
-        if self.memo[key] and all(fact.constant for fact in inputs if fact is not None):
+            self.memo[key] = self._inferred(node, inputs, place.certain or constant)
+        if constant and self.memo[key]:
             self._count_products(node, inputs, self.memo[key][0], place)
         return self.memo[key]
 
-    def _inferred(self, node: onnx.NodeProto, inputs: Sequence[Known | None], place: _Place) -> list[Known]:
-        constant = all(fact.constant for fact in inputs if fact is not None)
+    def _inferred(self, node: onnx.NodeProto, inputs: Sequence[Known | None], needed: bool) -> list[Known]:
         try:
             return infer(node, inputs, self.opsets)
         except ModelError:
             raise
         except Exception as error:  # onnx's errors share no base class
-            if place.certain or constant:
+            if needed:
                 reason = str(error).strip().splitlines()[-1:] or [""]
                 raise ModelError(f"{node.op_type} node {label(node)}: its size is not known: {reason[0]}") from error
             return [Known() for _ in node.output]
@@ -142,7 +142,7 @@ class _Walk:
         self, node: onnx.NodeProto, inputs: Sequence[Known | None], output: Known, place: _Place
     ) -> None:
         """Count a constant node's multiplications, those of equal nodes too: a runtime computes each."""
-        if UNBOUNDED.fullmatch(node.op_type):
+        if COSTLY.fullmatch(node.op_type):
             raise ModelError(f"{node.op_type} node {label(node)} is of constants alone, and may take hours: refused")
         self.products += _products(node, inputs, output) * place.times
         if self.products > PRODUCTS:
@@ -278,8 +278,11 @@ def _products(node: onnx.NodeProto, inputs: Sequence[Known | None], output: Know
         return prod(counts)
     if "MatMul" in node.op_type or "Gemm" in node.op_type:
         shape = inputs[0].shape if inputs and inputs[0] is not None else None
-        # the inner length is one of the first factor's axes: the longest is an upper bound, whichever is turned
-        return (output.most or 0) * max((dim or 0 for dim in shape or ()), default=1)
+        if not shape or None in shape:
+            return (output.most or 0) * max(counts, default=1)
+        # The inner length is the last axis of the first factor; of one that may be turned the longest bounds it.
+        turned = any(attribute.name.startswith("trans") for attribute in node.attribute)
+        return (output.most or 0) * (max(dim or 0 for dim in shape) if turned else shape[-1] or 0)
     if "Conv" in node.op_type and len(counts) > 1:
         return (output.most or 0) * counts[1]
     return 0

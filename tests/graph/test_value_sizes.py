@@ -220,12 +220,22 @@ def test_products_that_take_hours_are_refused(length):
         Fragment.of(model(text))
 
 
+def test_low_rank_updates_of_many_weights_pass():
+    """A product of constants for each of 200 weights: what it takes is by its inner length, 16."""
+    parts = " ".join(f"p{n} = MatMul(a, b) s{n + 1} = Add(s{n}, p{n})" for n in range(200))
+    sizes = "m = Constant <value_ints = [4096, 16]> () a = ConstantOfShape(m)"
+    sizes += " n = Constant <value_ints = [16, 512]> () b = ConstantOfShape(n)"
+    text = f"{sizes} s0 = MatMul(a, b) {parts} top = ReduceMax <keepdims = 0> (s200) y = Add(x, top)"
+    check_sizes(model(text), {"x": (2, 3, 128)}, 2**30)
+
+
 @pytest.mark.parametrize(
     ("shape", "operator"),
     [
         ([1, 1, 2**19], 'AveragePool <kernel_shape = [32768], auto_pad = "SAME_UPPER"> (a)'),  # opened in 76 s
         ([1, 1, 2**16, 1], "Attention(a, a, a)"),  # 16 GB of scores
         ([1, 2**13, 2**13], "Det(a)"),
+        ([2**17, 1, 1], "GRU <hidden_size = 1> (a, a, a)"),
     ],
 )
 def test_constants_whose_sizes_do_not_tell_their_cost_are_refused(shape, operator):
