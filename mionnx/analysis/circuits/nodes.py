@@ -142,7 +142,7 @@ def all_nodes(runner: Runner, ungrouped: bool = False) -> Nodes:
     mlps = frozenset(i for i in range(layers) if str(HookPoint.MlpOut(i)) in model.metadata.hooks)
     final = str(HookPoint.ResidPost(layers - 1) if normed else HookPoint.FinalNorm)
     inputs = {layer: tuple(_attention_inputs(model, layer)) for layer in attends}
-    idle = _refuse_inseparable(runner, _ways(layers, parallel, mlps, inputs, mixers, headed, final))
+    idle = _idle_streams(runner, _ways(layers, parallel, mlps, inputs, mixers, headed, final))
     senders = [Node("embed", str(HookPoint.Embed), None, 0)]
     receivers: list[Node] = []
     shared: dict[str, int] = {}
@@ -175,10 +175,11 @@ def _has_heads(model: HookedModel, z: str) -> bool:
     return z in model.metadata.hooks and _heads(model, z) > 1
 
 
-def _refuse_inseparable(runner: Runner, ways: Iterable[tuple[str, tuple[str, ...]]]) -> dict[str, str]:
-    """Refuse a model whose parts read something besides the stream, by its graph's structure and by a trial.
+def _idle_streams(runner: Runner, ways: Iterable[tuple[str, tuple[str, ...]]]) -> dict[str, str]:
+    """Value -> the stream that its nodes read and of which, by a trial, it takes nothing.
 
-    Returns the streams that values seem to depend on and do not.
+    Raises:
+        InputError: parts of the model read something besides the stream.
     """
     model, idle = runner.hooked, dict[str, str]()
     family = model.metadata.family
