@@ -11,9 +11,9 @@ from typing import Any
 from mionnx.errors import ExportError, ModelError
 from mionnx.graph.folder_file import inside, read_json
 from mionnx.graph.metadata import POOLINGS
+from mionnx.graph.sizes import TEXT_SETTINGS, text_limit
 
 MODULES_FILE, SETTINGS = "modules.json", "config_sentence_transformers.json"
-TEXTS = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_distilbert_config.json")
 PACKAGE = "sentence_transformers."  # where a module's class has to come from
 NAMED = {"pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max", "pooling_mode_mean_tokens": "mean"} | {
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
@@ -79,10 +79,9 @@ def sentence_modules(folder: Path) -> SentenceModules | None:
         for kind, path in zip(kinds[2:], paths[2:], strict=True)
         if kind != "Dropout"
     ]
-    texts: dict[str, Any] = next((_read(folder, name, dict) for name in TEXTS if (folder / name).is_file()), {})
-    length = texts.get("max_seq_length")
+    texts: dict[str, Any] = next((_read(folder, name, dict) for name in TEXT_SETTINGS if (folder / name).is_file()), {})
     facts = {"include_prompt": with_prompt, **_settings(folder), "lower_case": bool(texts.get("do_lower_case"))}
-    return SentenceModules(poolings, behind, facts, length if type(length) is int and length > 0 else None)
+    return SentenceModules(poolings, behind, facts, text_limit(folder))
 
 
 def _read(folder: Path, name: str, kind: type) -> Any:

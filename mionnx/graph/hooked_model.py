@@ -55,7 +55,7 @@ from mionnx.graph.io_names import LOGITS
 from mionnx.graph.known_value import Known
 from mionnx.graph.metadata import Metadata
 from mionnx.graph.operator_table import DOMAIN
-from mionnx.graph.sizes import context_length
+from mionnx.graph.sizes import TEXT_SETTINGS, context_length, text_limit
 from mionnx.graph.stock_graph import StockGraph, check_stock, unpacked
 from mionnx.graph.weight_check import Progress, silent
 
@@ -76,7 +76,7 @@ KEPT = (
     "vocab.txt",
     "rwkv_vocab*.txt",
     "modules.json",
-    "sentence_bert_config.json",
+    *TEXT_SETTINGS,
     "config_sentence_transformers.json",
     "*_Pooling/config.json",
     "*_Dense/config.json",
@@ -286,12 +286,8 @@ class HookedModel:
     @cached_property
     def longest_text(self) -> int | None:
         """Tokens of the longest text that an encoder is given, special ones included: longer ones are cut."""
-        try:
-            limit = read_json(inside(self.folder, "sentence_bert_config.json")).get("max_seq_length")
-        except (ModelError, AttributeError):
-            limit = None
-        lengths = [size for size in (limit, self.metadata.sizes.max_positions) if isinstance(size, int) and size > 0]
-        return min(lengths, default=self.context_length)
+        lengths = (text_limit(self.folder), self.metadata.sizes.max_positions)
+        return min([size for size in lengths if size], default=self.context_length)
 
     @cached_property
     def has_token_types(self) -> bool:

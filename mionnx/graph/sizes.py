@@ -1,9 +1,13 @@
 """`Sizes` of a model, and the sizes that they give the axes of hook points."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from mionnx.errors import ModelError
+from mionnx.graph.folder_file import inside, read_json
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.layers import Heads, Recurrence
 
@@ -41,6 +45,24 @@ def context_length(config: Mapping[str, Any]) -> int | None:
         [context_length(inner)] if isinstance(inner, dict) else []
     )
     return next((length for length in lengths if type(length) is int and length > 0), None)
+
+
+# Files of sentence-transformers' settings, by the architectures of its first versions.
+ARCHITECTURES = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+TEXT_SETTINGS = tuple(f"sentence_{name}_config.json" for name in ARCHITECTURES)
+NO_LIMIT = 2**31  # transformers writes 10**30 for a tokenizer that cuts nothing
+
+
+def text_limit(folder: Path) -> int | None:
+    """Tokens at which sentence-transformers cuts a text, or a checkpoint's tokenizer; None where neither says."""
+    # sentence-transformers writes the tokenizer's alone since 6.0
+    named = [*((name, "max_seq_length") for name in TEXT_SETTINGS), ("tokenizer_config.json", "model_max_length")]
+    for name, key in named:
+        with suppress(ModelError, AttributeError):  # no such file, or no table
+            limit = read_json(inside(folder, name)).get(key)
+            if type(limit) is int and 0 < limit < NO_LIMIT:
+                return limit
+    return None
 
 
 EXPERT_SIZES = ("n_experts", "n_chosen", "d_expert")  # of `Sizes`; axes bear the same names
