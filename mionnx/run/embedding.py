@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from mionnx.errors import InputError, nearest
 from mionnx.machine.arrays import to_array
+from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
 from mionnx.run.batching import AUTO, BatchSize
 from mionnx.run.encoder_texts import Texts, listed_texts, map_texts, need_head, tokens_of
@@ -60,17 +61,21 @@ def embed(
     if normalize is False and pooling.get("normalize"):
         raise InputError("normalize=False: this model's graph gives vectors of length 1; capture hook_pooled instead")
     entries = listed_texts(texts, pairs=False)
-    before = prompt_before(model, prompt_name)
-    entries = [before + text for text in entries]
-    if pooling.get("lower_case"):
-        entries = [text.lower() for text in entries]
-    tokens = tokens_of(model, entries, max_length)
+    if max_length is not None:
+        at_least("max_length", max_length, 1)
+    tokens = tokens_of(model, with_prompt(model, entries, prompt_name), max_length)
 
     def read(row: int, cache: HookCache) -> Vectors:
         return np.asarray(cache.output()[0], np.float32)
 
     vectors = np.stack(map_texts(model, tokens, read, "texts", hooks, batch_size, progress))
     return unit(vectors) if normalize else vectors
+
+
+def with_prompt(model: Runner, texts: Sequence[str], prompt: str | None) -> list[str]:
+    """Texts as their tokenizer is given them: behind a prompt, in lower case where the model's folder says so."""
+    before, lower = prompt_before(model, prompt), model.hooked.metadata.pooling.get("lower_case")
+    return [(before + text).lower() if lower else before + text for text in texts]
 
 
 def prompt_before(model: Runner, prompt: str | None) -> str:

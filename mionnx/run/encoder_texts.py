@@ -53,7 +53,7 @@ def listed_texts(texts: Texts, pairs: bool) -> list[Any]:
 
 def tokens_of(model: Runner, texts: Sequence[Any], max_length: int | None = None) -> list[Tokens]:
     """Texts, or pairs, as tokens; longer ones are cut, the longer text of a pair first, special tokens kept."""
-    tokenizer, most = model.tokenizer, max_length or model.hooked.longest_text
+    tokenizer, most = model.tokenizer, model.hooked.longest_text if max_length is None else max_length
     if isinstance(tokenizer, WorldTokenizer):
         raise TokenizerError(f"{model.hooked.name} has a tokenizer without special tokens: give ids to `forward`")
     parts = [part for text in texts for part in (text if isinstance(text, tuple) else (text,))]

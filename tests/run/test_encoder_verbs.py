@@ -113,6 +113,27 @@ def test_long_texts_are_cut_with_their_special_tokens(text_encoder):
     assert np.abs(model.embed(long, max_length=6) - model.embed(" ".join(["music"] * 4))).max() < ATOL
 
 
+@pytest.mark.parametrize("name", ["sentence_xlm-roberta_config.json", "tokenizer_config.json"])
+def test_a_length_is_read_wherever_sentence_transformers_has_written_it(text_encoder, tmp_path, name):
+    """Version 6 writes that of the tokenizer alone, earlier ones a file by the architecture."""
+    folder = tmp_path / "model"
+    shutil.copytree(text_encoder("embedding")[0].hooked.folder, folder)
+    settings, table = folder / "sentence_bert_config.json", folder / name
+    settings.unlink()
+    kept = json.loads(table.read_text()) if table.is_file() else {}
+    table.write_text(json.dumps(kept | {"max_seq_length": 8, "model_max_length": 8}))
+    model = MIModel.from_pretrained(folder, threads=1)
+    assert model.hooked.longest_text == 8
+    assert np.array_equal(model.embed(" ".join(["music"] * 40)), model.embed(" ".join(["music"] * 6)))
+    table.write_text(json.dumps(kept | {"model_max_length": 10**30}))
+    assert MIModel.from_pretrained(folder, threads=1).hooked.longest_text == model.hooked.metadata.sizes.max_positions
+
+
+def test_no_length_is_not_taken_for_every_length(text_encoder):
+    with pytest.raises(InputError, match="max_length must be 1 or above, got 0"):
+        text_encoder("embedding")[0].embed("it rains", max_length=0)
+
+
 def test_interventions_hold_and_rows_count_in_the_whole_list(text_encoder):
     model, _ = text_encoder("embedding")
     spec = HookSpec().intervene("blocks.0.hook_attn_out", Intervention.Zero(rows=[2]))

@@ -28,7 +28,7 @@ from mionnx.inputs.tokens import Tokens
 from mionnx.machine.progress import Progress, shown
 from mionnx.machine.ranges import at_least, at_most
 from mionnx.machine.typed import typed
-from mionnx.run.embedding import unit
+from mionnx.run.embedding import unit, with_prompt
 from mionnx.run.encoder_texts import need_head, tokens_of
 from mionnx.run.prompt import token_text
 from mionnx.run.runner import Runner
@@ -52,6 +52,7 @@ def attribute_similarity(
     *,
     layer: int = 0,
     steps: int = 50,
+    prompt_name: str | None = None,
     progress: bool | None = None,
 ) -> TokenPairs:
     """Attribute the similarity of two texts to pairs of their tokens.
@@ -63,6 +64,7 @@ def attribute_similarity(
         layer: the layer whose input is compared with the references; later ones take less time, and what earlier
             layers mixed counts as each token's own.
         steps: points of each way.
+        prompt_name: see `embed`; its tokens are among those of the pairs.
         progress: None for a bar when it takes longer than two seconds.
 
     Returns:
@@ -81,7 +83,7 @@ def attribute_similarity(
     at_most("steps", steps, MOST_STEPS)
     if not 0 <= layer < model.num_layers:
         raise InputError(f"layer={layer}: the model has the layers 0 to {model.num_layers - 1}")
-    sides = [tokens_of(model, [text])[0] for text in (a, b)]
+    sides = tokens_of(model, with_prompt(model, [a, b], prompt_name))
     words_a, words_b = (tuple(token_text(model, token) for token in side.ids.tolist()) for side in sides)
     if method == "late":
         pairs, similarity = _late(model, sides)

@@ -1,10 +1,14 @@
 """Pairs of tokens that make two texts similar: the sum laws, and the derivatives beside torch."""
 
+import json
+import shutil
+
 import numpy as np
+import onnx
 import pytest
 import torch
 
-from mionnx import HookSpec, InputError, Intervention
+from mionnx import HookSpec, InputError, Intervention, MIModel
 
 A, B = "the man plays guitar", "someone performs music for the audience"
 
@@ -20,6 +24,22 @@ def test_late_interaction_sums_to_the_similarity(both):
     assert abs(found.gap) < 1e-6
     assert abs(found.similarity - model.similarity(A, B)[0, 0]) < 1e-6
     assert found.pairs.shape == (len(model.tokenize(A)), len(model.tokenize(B)))
+
+
+def test_a_prompt_stands_before_what_is_explained_as_before_what_is_compared(both, tmp_path):
+    shutil.copytree(both[0].hooked.folder, tmp_path / "model")
+    path = tmp_path / "model" / "model.onnx"
+    proto = onnx.load(path, load_external_data=False)
+    entry = next(one for one in proto.metadata_props if one.key.endswith("pooling"))
+    table = json.loads(entry.value)
+    table |= {"prompts": {"query": "music in rome "}, "default_prompt": "query", "lower_case": True}
+    entry.value = json.dumps(table)
+    onnx.save(proto, path)
+    model = MIModel.from_pretrained(tmp_path / "model", threads=1)
+    for name in (None, "the man "):
+        found = model.attribute_similarity(A.upper(), B, "late", prompt_name=name)
+        assert abs(found.similarity - model.similarity(A.upper(), B, prompt_name=name)[0, 0]) < 1e-6
+        assert abs(found.similarity - both[0].similarity(A, B)[0, 0]) > 1e-3
 
 
 @pytest.mark.parametrize("layer", [0, 1])
