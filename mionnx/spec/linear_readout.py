@@ -4,6 +4,7 @@ Known by what they have: scikit-learn's linear models and its pipelines of a Sta
 `ProbeResult`, a `Direction`, an array of weights, and pairs of weights and intercepts.
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from mionnx.errors import InterventionError
 from mionnx.machine.arrays import to_array
 
 Numbers = NDArray[np.float64]
+TRIED, AS_TOLD = 16, 1e-3  # inputs that a probe is tried on, and how closely it has to say the same
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +45,16 @@ class LinearReadout:
         if not (np.isfinite(self.weights).all() and np.isfinite(self.bias).all() and self.weights.any()):
             raise InterventionError("a linear probe has finite weights that are not all zero")
 
+    def of(self, x: Numbers) -> Numbers:
+        """The readings [tokens, n] of vectors [tokens, width]."""
+        products = x @ self.weights.T + self.bias
+        if self.link == "sigmoid":
+            return np.asarray(1 / (1 + np.exp(-products)))
+        if self.link == "softmax":
+            shares = np.exp(products - products.max(axis=1, keepdims=True))
+            return np.asarray(shares / shares.sum(axis=1, keepdims=True))
+        return products
+
     def level(self, threshold: float) -> float:
         """x w above which the readout is above a threshold.
 
@@ -66,7 +78,9 @@ def linear_readout(probe: Any) -> LinearReadout:
     """
     for attributes, read in _READERS.items():
         if all(hasattr(probe, name) for name in attributes):
-            return read(probe)
+            readout = read(probe)
+            _refuse_another_link(probe, readout)
+            return readout
     if isinstance(probe, tuple) and len(probe) == 2:
         weights, bias = (np.asarray(to_array(one), np.float64) for one in probe)
         return LinearReadout(np.atleast_2d(weights), np.atleast_1d(bias))
@@ -89,12 +103,41 @@ def _pipeline(probe: Any) -> LinearReadout:
         if not hasattr(step, "scale_") or not hasattr(step, "mean_"):
             raise InterventionError(f"step {name!r} of the pipeline is no StandardScaler: a probe here is linear")
         weights = weights / (1.0 if step.scale_ is None else step.scale_)
-        bias = bias - weights @ (np.zeros(weights.shape[1]) if step.mean_ is None else step.mean_)
+        # A scaler that leaves the mean in (with_mean=False) knows it all the same.
+        if step.mean_ is not None and getattr(step, "with_mean", True):
+            bias = bias - weights @ step.mean_
     return LinearReadout(weights, bias, read.link)
 
 
+def _refuse_another_link(probe: Any, readout: LinearReadout) -> None:
+    """Refuse a model with linear weights that gives something else than their products and the link.
+
+    Of scikit-learn's those are probabilities of SVC (Platt's), of SGDClassifier with several classes or its
+    "modified_huber", votes of an SVC of several classes, and values of Poisson, gamma and Tweedie regressions.
+    """
+    of_values = [] if hasattr(probe, "classes_") else ["predict"]
+    names = ["predict_proba"] if readout.link != "identity" else ["decision_function", *of_values]
+    say = next((getattr(probe, name) for name in names if hasattr(probe, name)), None)
+    if say is None or not hasattr(probe, "n_features_in_"):
+        return
+    # inputs at which the products are small, where a probability is neither 0 nor 1
+    products = np.random.default_rng(0).normal(size=(TRIED, len(readout.weights)))
+    inputs = (products - readout.bias) @ np.linalg.pinv(readout.weights).T
+    ours = readout.of(inputs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one fitted on a table wants its columns' names
+        theirs = np.asarray(say(inputs), np.float64).reshape(TRIED, -1)[:, -1 if readout.link == "sigmoid" else 0 :]
+    if ours.shape != theirs.shape or not np.allclose(ours, theirs, AS_TOLD, AS_TOLD):
+        made = "" if readout.link == "identity" else f"the {readout.link} of "
+        raise InterventionError(
+            f"{say.__name__} of this {type(probe).__name__} is not {made}x W^T + b with its weights: fit a "
+            "LogisticRegression or a Ridge, or give (coef_, intercept_) for these products themselves"
+        )
+
+
 def _linear(weights: Any, bias: Any, classes: bool) -> LinearReadout:
-    rows = np.atleast_2d(np.asarray(weights, np.float64))
+    dense = weights.toarray() if hasattr(weights, "toarray") else weights  # after `sparsify`
+    rows = np.atleast_2d(np.asarray(dense, np.float64))
     rows = rows.reshape(len(rows), -1)
     link = ("sigmoid" if len(rows) == 1 else "softmax") if classes else "identity"
     return LinearReadout(rows, np.broadcast_to(np.asarray(bias, np.float64), (len(rows),)).copy(), link)
