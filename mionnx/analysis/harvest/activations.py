@@ -179,6 +179,9 @@ class Activations(Brief, Mapping[str, TokenArray]):
             raise HookError(f"{name!r} was not harvested{nearest(name, self) or '; ' + ', '.join(self)}")
         return self._array(name)
 
+    def __contains__(self, hook: object) -> bool:
+        return str(hook) in self._manifest.columns
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._manifest.columns)
 

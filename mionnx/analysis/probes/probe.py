@@ -54,7 +54,8 @@ def probe(
         points: the hook points; all that were harvested if left out. All numbers of a value count, heads together.
         groups: one a text, of any kind: texts of one group stay in one fold (the same country in several sentences).
         per: "text" or "token", where there are as many texts as tokens and their number does not tell.
-        kind: "classification" or "regression"; by default floats are numbers to predict and all else is a class.
+        kind: "classification" or "regression"; by default numbers of which any is a float are to be predicted, and all
+            else is a class.
         folds: parts of the texts.
         penalty: of the squared weights of standardised values: 1/C of LogisticRegression, alpha of Ridge.
         seed: a number that determines the division into folds.
@@ -62,7 +63,7 @@ def probe(
 
     Raises:
         HookError: a hook point that was not harvested.
-        InputError: labels of another number, one class only, or fewer texts than folds.
+        InputError: labels of another number, one class only, or fewer texts than folds; values that are not finite.
         RuntimeMissingError: scikit-learn is not installed (extra `probe`).
 
     Example:
@@ -74,10 +75,7 @@ def probe(
     at_most("seed", seed, SEEDS)
     if not 0 < penalty < np.inf:
         raise InputError(f"penalty={penalty!r}: a number above 0")
-    names = [*activations] if points is None else [*points]
-    for name in names:
-        if name not in activations:
-            raise HookError(f"{name!r} was not harvested{nearest(name, activations) or '; ' + ', '.join(activations)}")
+    names = harvested(activations, points)
     labelled = read_labels(activations, labels, per, kind, groups)
     try:
         import sklearn  # noqa: F401
@@ -85,9 +83,10 @@ def probe(
         raise RuntimeMissingError(f"probes are fitted by scikit-learn: {install('probe')}") from error
     with shown(progress) as show:
         parts = [*folds_of(labelled, folds, seed)]
+        _refuse_equal(labelled, parts)
         fits = {}
         for number, name in enumerate(names):
-            fits[name] = _fit(np.asarray(activations[name])[labelled.tokens], labelled, parts, penalty)
+            fits[name] = _fit(values_of(activations, name, labelled), labelled, parts, penalty)
             show("probes", number + 1, len(names))
     texts = np.unique(np.asarray(activations.text_index)[labelled.tokens])
     sizes = {"tokens": len(labelled.tokens), "texts": len(texts), "groups": len(np.unique(labelled.groups))}
@@ -95,6 +94,29 @@ def probe(
     # the accuracy of always saying the most frequent class; the R2 of the mean
     baseline = 0.0 if labelled.classes is None else float(np.bincount(labelled.targets).max() / len(labelled.targets))
     return ProbeResult(fits, labelled.classes, baseline, settings)
+
+
+def harvested(activations: Activations, points: Sequence[str] | None) -> list[str]:
+    """The hook points that are probed, all of which were harvested."""
+    names = [*activations] if points is None else [*points]
+    if not names:
+        raise InputError(f"points={points}: hook points that were harvested: {', '.join(activations)}")
+    for name in names:
+        if name not in activations:
+            raise HookError(f"{name!r} was not harvested{nearest(name, activations) or '; ' + ', '.join(activations)}")
+    return names
+
+
+def values_of(activations: Activations, name: str, labelled: Labelled) -> NDArray[Any]:
+    """The values of the labelled tokens at a hook point, [tokens, ...], all of them finite."""
+    values = np.asarray(activations[name])[labelled.tokens]
+    if not (finite := np.isfinite(values.reshape(len(values), -1)).all(axis=1)).all():
+        tokens = labelled.tokens[~finite]
+        raise InputError(
+            f"{name} has NaN or infinity at {len(tokens)} of {len(values)} labelled tokens, the first of them token "
+            f"{tokens[0]} of the harvest: give those None as label, or leave the hook point out"
+        )
+    return values
 
 
 @dataclass(frozen=True)
@@ -117,7 +139,10 @@ def read_labels(
     if isinstance(labels, str | bytes | dict) or not hasattr(labels, "__len__"):
         raise InputError(f"labels are a list or an array, one a text or one a token, got {type(labels).__name__}")
     # As Python's own numbers, whose type tells classes from values.
-    column = [*read_array("labels", labels).tolist()] if hasattr(labels, "shape") else [*labels]
+    entries = read_array("labels", labels).tolist() if hasattr(labels, "shape") else labels
+    column = [one.item() if isinstance(one, np.generic) else one for one in entries]
+    if nested := next((one for one in column if isinstance(one, list | np.ndarray)), None):
+        raise InputError(f"a label is one class or one number, got {nested!r:.60}: give labels [texts] or [tokens]")
     text_of = np.asarray(activations.text_index).astype(np.int64)
     of_tokens = _of_tokens(activations, text_of, len(column), per)
     by_token = column if of_tokens else [column[text] for text in text_of.tolist()]
@@ -126,7 +151,9 @@ def read_labels(
     if not chosen:
         raise InputError("no token has a label")
     if kind is None:
-        kind = "regression" if all(isinstance(label, float | np.floating) for label in chosen) else "classification"
+        numbers = all(isinstance(label, float | int) and not isinstance(label, bool) for label in chosen)
+        values = numbers and any(isinstance(label, float) for label in chosen)
+        kind = "regression" if values else "classification"
     targets, classes = _classes(chosen) if kind == "classification" else (_numbers(chosen), None)
     together = _alike(activations, text_of) if groups is None else _grouped(activations, text_of, groups)
     return Labelled(tokens, together[tokens], targets, classes)
@@ -171,6 +198,8 @@ def _of_tokens(activations: Activations, text_of: NDArray[np.int64], count: int,
 
 
 def _classes(labels: list[Any]) -> tuple[NDArray[np.int64], list[Any]]:
+    if any(isinstance(label, float) and np.isnan(label) for label in labels):
+        raise InputError("labels hold NaN: give None for those to be left out")
     try:
         classes = sorted({*labels})
     except TypeError:
@@ -199,15 +228,26 @@ def folds_of(labelled: Labelled, folds: int, seed: int) -> Iterator[tuple[NDArra
     from sklearn.model_selection import GroupKFold, StratifiedGroupKFold
 
     texts = len(np.unique(labelled.groups))
+    if texts == 1:
+        raise InputError("all labelled texts are one, or of one group: none can be held out")
     if texts < folds:
-        raise InputError(f"{texts} labelled texts in {folds} folds: give folds={max(2, texts)} or more texts")
+        raise InputError(f"{texts} labelled texts in {folds} folds: give folds={texts} or more texts")
     regression = labelled.classes is None
+    if not regression and (most := int(np.bincount(labelled.targets).max())) < folds:
+        raise InputError(f"each class has {most} tokens or fewer, in {folds} folds: give more of each, or fewer folds")
     split = (GroupKFold if regression else StratifiedGroupKFold)(folds, shuffle=True, random_state=seed)
     # The values do not matter to the division, only how many there are.
     for fit, score in split.split(np.empty(len(labelled.targets)), labelled.targets, labelled.groups):
         if not regression and len({*labelled.targets[fit].tolist()}) < len(labelled.classes or ()):
             raise InputError("a class is in the texts of one fold only: give more texts of each class, or fewer folds")
         yield fit, score
+
+
+def _refuse_equal(labelled: Labelled, parts: Sequence[tuple[NDArray[Any], NDArray[Any]]]) -> None:
+    if labelled.classes is None and not any(np.ptp(labelled.targets[score]) for _, score in parts):
+        raise InputError(
+            f"{len(parts)} folds, each with texts of one value alone, which has no variance for R2: give fewer folds"
+        )
 
 
 def _model(labelled: Labelled, penalty: float) -> Any:
@@ -241,7 +281,8 @@ def _scores(model: Any, values: NDArray[Any], targets: NDArray[Any], labelled: L
     from sklearn.metrics import r2_score, roc_auc_score
 
     if labelled.classes is None:
-        return {"r2": float(r2_score(targets, model.predict(values)))}
+        # a share of the variance, of which equal values have none
+        return {"r2": float(r2_score(targets, model.predict(values))) if np.ptp(targets) else float("nan")}
     scores = {"accuracy": float((model.predict(values) == targets).mean())}
     if len({*targets.tolist()}) < len(labelled.classes):
         return {**scores, "auc": float("nan")}  # a class that no text of the fold has

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mionnx.analysis.harvest.activations import Activations
-from mionnx.analysis.probes.probe import ITERATIONS, SEEDS, folds_of, read_labels
-from mionnx.errors import HookError, InputError, RuntimeMissingError, install, nearest
+from mionnx.analysis.probes.probe import ITERATIONS, SEEDS, folds_of, harvested, read_labels, values_of
+from mionnx.errors import InputError, RuntimeMissingError, install
 from mionnx.graph.hook_points import HookPoint
 from mionnx.machine.brief import count
 from mionnx.machine.decimals import decimal
@@ -151,12 +151,7 @@ def sparse_probe(
     counts = sorted({int(size) for size in sizes})
     if not counts or counts[0] < 1:
         raise InputError(f"sizes={list(sizes)}: numbers of coordinates from 1")
-    names = [*activations] if points is None else [*points]
-    if not names:
-        raise InputError(f"points={points}: hook points that were harvested: {', '.join(activations)}")
-    for name in names:
-        if name not in activations:
-            raise HookError(f"{name!r} was not harvested{nearest(name, activations) or '; ' + ', '.join(activations)}")
+    names = harvested(activations, points)
     labelled = read_labels(activations, labels, per, "classification", groups)
     if labelled.classes is None or len(labelled.classes) != 2:
         raise InputError(f"labels of {len(labelled.classes or ())} classes: a sparse probe tells two apart")
@@ -167,7 +162,7 @@ def sparse_probe(
     parts, results, leading = [*folds_of(labelled, folds, seed)], [], {}
     with shown(progress) as show:
         for number, name in enumerate(names):
-            values = np.asarray(activations[name])[labelled.tokens]
+            values = values_of(activations, name, labelled)
             flat = values.reshape(len(values), -1).astype(np.float64)
             if counts[-1] > flat.shape[1]:
                 raise InputError(f"{counts[-1]} coordinates of {name}, which has {flat.shape[1]}")

@@ -25,6 +25,7 @@ from mionnx import (
     SAE,
     Activations,
     HookError,
+    HookPoint,
     HookSpec,
     InputError,
     Intervention,
@@ -351,6 +352,13 @@ def test_an_array_over_shards_is_indexed_as_one_array(data) -> None:
     np.testing.assert_array_equal(made[index], whole[index])
     np.testing.assert_array_equal(np.asarray(made), whole)
     assert (made.shape, made.ndim, len(made), made.nbytes) == (whole.shape, 2, count, whole.nbytes)
+
+
+def test_what_was_harvested_is_told_by_in(model: MIModel, tmp_path: Path) -> None:
+    made = model.harvest(TEXTS[:2], [STREAM], tmp_path / "made")
+    assert STREAM in made
+    assert HookPoint.ResidPost(2) in made
+    assert "blocks.0.hook_resid_post" not in made
 
 
 def test_batches_have_each_token_once(model: MIModel, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 import mionnx as package
-from mionnx import Activations, HookSpec, ProbeResult, probe
+from mionnx import Activations, HookSpec, Intervention, ProbeResult, probe
 from mionnx.errors import HookError, InputError
 
 HOOKS = [f"blocks.{layer}.hook_resid_pre" for layer in range(2)]
@@ -156,6 +156,11 @@ WRONG = {
     "penalty": (InputError, "penalty=0", {"penalty": 0.0}),
     "rare": (InputError, "in the texts of one fold only", {"labels": ["a"] + ["b"] * 39}),
     "groups": (InputError, "groups= are one a text", {"groups": [1, 2]}),
+    "one group": (InputError, "of one group: none can be held out", {"groups": [None] * 40}),
+    "nan class": (InputError, "labels hold NaN", {"labels": [True, False, float("nan"), True] * 10}),
+    "columns": (InputError, "one class or one number, got", {"labels": np.ones((40, 2)), "kind": "regression"}),
+    "no hooks": (InputError, "points=.*: hook points that were harvested: blocks.0", {"points": []}),
+    "equal": (InputError, "no variance for R2", {"labels": [float(n) for n in range(40)], "folds": 40}),
 }
 
 
@@ -164,6 +169,41 @@ def test_what_cannot_be_probed_is_said(harvest, case):
     kind, message, change = WRONG[case]
     with pytest.raises(kind, match=message):
         probe(harvest, **{"labels": BY_TEXT, **change})
+
+
+def test_fewer_texts_of_each_class_than_folds_are_refused(ends):
+    with pytest.raises(InputError, match="each class has 20 tokens or fewer, in 40 folds"):
+        probe(ends, [number % 2 for number in range(40)], folds=40)
+
+
+def test_a_fold_of_one_value_has_no_share_of_the_variance(harvest):
+    values = [float(number % 4) for number in range(40)]  # one a text, of six tokens
+    found = probe(harvest, values, HOOKS[1:], folds=20, seed=2)
+    targets, texts = np.repeat(values, 6), np.repeat(np.arange(40), 6)
+    held = [score for _, score in GroupKFold(20, shuffle=True, random_state=2).split(targets, targets, texts)]
+    one_value = [not np.ptp(targets[score]) for score in held]
+    assert 0 < sum(one_value) < 20
+    np.testing.assert_array_equal(np.isnan(found.fits[HOOKS[1]].scores["r2"]), one_value)
+
+
+def test_numbers_of_which_some_are_whole_are_predicted(ends):
+    values = [number if number % 2 else number + 0.5 for number in range(40)]
+    assert probe(ends, values, HOOKS[:1]).r2 == probe(ends, [float(one) for one in values], HOOKS[:1]).r2
+
+
+def test_classes_are_plain_values_that_a_file_holds(ends, tmp_path):
+    found = probe(ends, [np.str_(label) for label in BY_TEXT], HOOKS[:1])
+    assert ProbeResult.load(found.save(tmp_path / "probe.safetensors")).classes == ["high", "low"]
+
+
+def test_infinite_values_are_refused_by_name(models, tmp_path):
+    large = HookSpec().intervene(HOOKS[1], Intervention.Scale(1e30)).intervene(HOOKS[1], Intervention.Scale(1e30))
+    made = models("llama").harvest(TEXTS, HOOKS, tmp_path / "made", positions=-1, hooks=large)
+    with pytest.raises(InputError, match=f"{HOOKS[1]} has NaN or infinity at 40 of 40 labelled tokens"):
+        probe(made, BY_TEXT)
+    with pytest.raises(InputError, match="has NaN or infinity"):
+        package.sparse_probe(made, BY_TEXT, [1], folds=2, controls=1)
+    assert [*probe(made, BY_TEXT, HOOKS[:1]).fits] == HOOKS[:1]
 
 
 def test_it_is_a_public_name_and_takes_a_folder_opened_again(ends):
