@@ -34,6 +34,15 @@ def reaches_by_row(bound: BoundSpec) -> bool:
     return bool(states_of(bound.spec)) or any(placed)
 
 
+def choosing_rows(bound: BoundSpec) -> str | None:
+    """The first intervention that is of some rows of one batch, or has a value for each, in words; None if none is."""
+    for edit, one in bound.edits:
+        wide = any(value.ndim == len(edit.axes) and len(value) > 1 for value, of_rows in _values(one) if of_rows)
+        if one.rows is not None or _nested(one) or wide:
+            return f"{edit.kind} at {edit.hook}"
+    return None
+
+
 def _differs(axes: Sequence[str], one: Intervention) -> bool:
     if one.rows is not None or _nested(one) or isinstance(one.positions, str):
         return True

@@ -128,9 +128,9 @@ def _refuse_another_link(probe: Any, readout: LinearReadout) -> None:
         warnings.simplefilter("ignore")  # one fitted on a table wants its columns' names
         theirs = np.asarray(say(inputs), np.float64).reshape(TRIED, -1)[:, -1 if readout.link == "sigmoid" else 0 :]
     if ours.shape != theirs.shape or not np.allclose(ours, theirs, AS_TOLD, AS_TOLD):
-        made = "" if readout.link == "identity" else f"the {readout.link} of "
+        rule = "" if readout.link == "identity" else f"the {readout.link} of "
         raise InterventionError(
-            f"{say.__name__} of this {type(probe).__name__} is not {made}x W^T + b with its weights: fit a "
+            f"{say.__name__} of this {type(probe).__name__} is not {rule}x W^T + b with its weights: fit a "
             "LogisticRegression or a Ridge, or give (coef_, intercept_) for these products themselves"
         )
 

@@ -28,7 +28,8 @@ class FeatureDashboards(Shown):
         windows: texts around largest activations, each of another text of the harvest, by feature and then from the
             largest on; `values`: [windows, width], the feature's activations there, NaN behind the end.
         of: [windows], the place of each one's feature; `peaks`: [windows], where in a window the largest is.
-        raised, lowered: tokens whose logits each feature raises, and lowers, most by itself.
+        raised, lowered: tokens whose logits each feature raises, and lowers, most by itself; none of features that do
+            not write to the residual stream (neurons, heads' values, what a norm gives).
     """
 
     features: tuple[str, ...]
@@ -98,7 +99,8 @@ class FeatureDashboards(Shown):
             table.add_row(name, readable(share), readable(float(self.largest[i])), words)
         curves, examples = [], []
         for i, name in enumerate(self.features):
-            heading = f"{name}: raises {', '.join(self.raised[i])}; lowers {', '.join(self.lowered[i])}"
+            words = f"raises {', '.join(self.raised[i])}; lowers {', '.join(self.lowered[i])}"
+            heading = f"{name}: {words}" if self.raised[i] else name
             bins = np.flatnonzero(self.histogram[i])
             low, high = (max(int(bins[0]) - 1, 0), int(bins[-1]) + 2) if len(bins) else (0, 2)
             labels = [readable(float(edge)) for edge in self.edges[low:high]]

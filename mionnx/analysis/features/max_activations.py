@@ -22,7 +22,9 @@ from mionnx.analysis.features.transcoder_set import NORMED_INPUT, TranscoderSet
 from mionnx.analysis.harvest.activations import Activations
 from mionnx.analysis.harvest.manifest import HARVEST_MANIFEST
 from mionnx.analysis.weights.weights import weights
-from mionnx.errors import InputError, SpecFileError
+from mionnx.errors import HookError, InputError, SpecFileError
+from mionnx.graph.hook_points import HookPoint
+from mionnx.inputs.lacking import SUMMED
 from mionnx.machine.files import write_atomic
 from mionnx.machine.progress import shown
 from mionnx.machine.ranges import at_least, index_within
@@ -31,7 +33,7 @@ from mionnx.run.prompt import token_text
 from mionnx.run.runner import Runner
 
 AT_ONCE = 2**14  # tokens whose activations are in memory at once
-STATE_FORMAT = 2  # raise it when a state holds something else
+STATE_FORMAT = 3  # raise it when a state holds something else
 SAVED = 32  # pieces behind which the state is written
 LOWEST, OCTAVES, QUARTERS = -8, 16, 4  # of the histogram: from 2^-8, 16 octaves in quarters
 TOKENS = 8  # raised and lowered, of each feature
@@ -95,6 +97,7 @@ class LayerFeatures:
     scale: Floats | None  # what the value is divided by
     numbers: Numbers
     names: tuple[str, ...] = field(default=())
+    writes: bool = True  # whether to the stream, which the unembedding reads
 
     def acts(self, values: NDArray[Any]) -> Floats:
         """Activations [tokens, features] of harvested values [tokens, d_in]."""
@@ -131,7 +134,7 @@ def max_activations(
 
     Raises:
         InputError: no features, one that is not there, or features of a kind that is active by comparison with others.
-        HookError: a hook point that was not harvested.
+        HookError: a hook point that was not harvested, or whose values are no vectors of the features' width.
         SpecFileError: a state of another pass in `path`.
 
     Example:
@@ -142,6 +145,10 @@ def max_activations(
     for name, number, least in (("k", k, 1), ("before", before, 0), ("after", after, 0)):
         at_least(name, number, least)
     layers = [*_layers(model, coders, features)]
+    for one in layers:
+        shape, width = activations[one.hook].shape, one.coder.encoder.shape[1]
+        if shape[1:] != (width,):
+            raise HookError(f"{one.hook} has values {[*shape[1:]]}, and the features read vectors [{width}]")
     key, state = _identity(activations, layers, k), None if path is None else Path(path)
     total = activations.tokens
     seen = _resumed(state, key) or [Seen.nothing(len(one.numbers), min(k, total)) for one in layers]
@@ -164,7 +171,9 @@ def _layers(model: Runner, coders: SAE | TranscoderSet, features: Sequence[int |
         raise InputError(f"features={features!r}: a list of numbers, or of names as '2_17'")
     if isinstance(coders, SAE):
         numbers = [*dict.fromkeys(coders.number_of(one) for one in features)]
-        yield LayerFeatures(coders.config.hook, of_encoder(coders), None, np.array(numbers), tuple(map(str, numbers)))
+        coder, names = of_encoder(coders), tuple(map(str, numbers))
+        writes = coder.decoder.shape[-1] == model.hidden_size and _in_stream(model, HookPoint.parse(coders.hook))
+        yield LayerFeatures(coders.config.hook, coder, None, np.array(numbers), names, writes)
         return
     if not isinstance(coders, TranscoderSet):
         raise InputError(f"coders are an SAE or a TranscoderSet, got a {type(coders).__name__}")
@@ -184,6 +193,15 @@ def _layers(model: Runner, coders: SAE | TranscoderSet, features: Sequence[int |
         scale = np.asarray(weights(model).reader.read("ln2_w", layer), np.float32) if normed else None
         names = tuple(f"{layer}_{number}" for number in numbers_of)
         yield LayerFeatures(hook, coders.layer(layer), scale, np.array([*numbers_of]), names)
+
+
+def _in_stream(model: Runner, point: HookPoint) -> bool:
+    """Whether a hook point has the residual stream, or what is added to it."""
+    if point.layer is None:
+        return str(point) == str(HookPoint.Embed)
+    if str(point) == str(HookPoint.MlpPost(point.layer)):  # what is added, where no norm comes between
+        return not weights(model).graph.has_norm("ln2_post", point.layer)
+    return str(point) in [str(getattr(HookPoint, kind)(point.layer)) for kind in SUMMED]
 
 
 def _dashboards(
@@ -213,7 +231,7 @@ def _dashboards(
                 peaks.append(int(np.flatnonzero(near == token)[0]))
         rows = np.asarray(one.coder.decoder[one.numbers], np.float32).sum(axis=1)
         for ends, sign in ((raised, 1), (lowered, -1)):
-            tops = top_tokens(model, sign * rows, TOKENS).tolist()
+            tops = top_tokens(model, sign * rows, TOKENS).tolist() if one.writes else [[]] * len(rows)
             ends += [tuple(_word(model, words, token) for token in top) for top in tops]
     count, total = (np.concatenate([getattr(one, name) for one in seen]) for name in ("count", "total"))
     return FeatureDashboards(
@@ -247,7 +265,8 @@ def _identity(activations: Activations, layers: Sequence[LayerFeatures], k: int)
     manifest = (activations.folder / HARVEST_MANIFEST).read_bytes()
     facts = [STATE_FORMAT, hashlib.sha256(manifest).hexdigest(), k, [one.names for one in layers]]
     for one in layers:
-        rows = np.asarray(one.coder.encoder[one.numbers], np.float32), one.coder.bias[one.numbers]
+        rows = [np.asarray(one.coder.encoder[one.numbers], np.float32), one.coder.bias[one.numbers]]
+        rows += [] if one.coder.threshold is None else [one.coder.threshold[one.numbers]]
         facts.append([hashlib.sha256(np.ascontiguousarray(row).tobytes()).hexdigest() for row in rows])
     return json.dumps(facts)
 

@@ -31,7 +31,8 @@ from mionnx.analysis.harvest.shard_maker import (
 )
 from mionnx.analysis.harvest.texts import Source, Texts
 from mionnx.bind.bound_spec import BoundSpec
-from mionnx.errors import InputError, SpecFileError
+from mionnx.bind.spec_rows import choosing_rows
+from mionnx.errors import InputError, InterventionError, SpecFileError
 from mionnx.machine.arrays import read_dtype
 from mionnx.machine.files import make_folder
 from mionnx.machine.progress import Progress, shown
@@ -97,7 +98,8 @@ def harvest(
 
     Raises:
         HookError: a hook point without one value a token.
-        InputError: texts that cannot be read, or settings that exclude one another.
+        InputError: texts that cannot be read, settings that exclude one another, or positions that no text has.
+        InterventionError: an intervention of some rows of a batch.
         SpecFileError: a folder that cannot be written to, that holds another harvest, or in which one is going on.
 
     Example:
@@ -116,6 +118,11 @@ def open_writer(
     model = _settled(model)
     spec = exact_spec(points, hooks, settings)
     bound = model.binder.bind(spec, HOOKS_ONLY)
+    if (named := choosing_rows(bound)) is not None:
+        raise InterventionError(
+            f"{named}: rows are those of one batch, and a harvest runs its texts in batches of its own: give "
+            "interventions of all rows, or harvest the texts apart"
+        )
     separator = separator_of(model, settings.packed, settings.separator)
     dataset = Texts(texts, settings.column)
     rows = HarvestRows(model, dataset, settings.context, settings.packed, separator, settings.positions)
@@ -219,6 +226,9 @@ class ShardWriter:
 
     def _finish(self, manifest: Manifest, shards: Sequence[FinishedShard]) -> None:
         _remove_partial(self.folder)
+        if not any(one.shard.tokens for one in shards):
+            why = "positions= chose none of them" if self.settings.positions is not None else "no window is full"
+            raise InputError(f"no token of these texts would be written: {why}")
         if self.settings.format == "saelens":
             finish_saelens(self.folder, [capture.node.output for capture in self.bound.captures], len(shards))
         files, dropped = [one.shard for one in shards], sum(one.dropped for one in shards)

@@ -53,8 +53,11 @@ class Settings:
         if self.k is not None and self.sae is None:
             raise InputError("k= is how many features of an autoencoder are written: give sae=")
         numbered = not (self.positions is None or isinstance(self.positions, str) or callable(self.positions))
-        if numbered and not integers(self.positions):  # which refuses what is no integer, before anything runs
-            raise InputError("positions=[]: no token of any text would be written")
+        if numbered and not isinstance(self.positions, int):
+            # Kept as a list: what gives its numbers once would have none left for the texts.
+            object.__setattr__(self, "positions", integers(self.positions))  # refuses what is no integer
+            if not self.positions:
+                raise InputError("positions=[]: no token of any text would be written")
 
     @property
     def features(self) -> int | None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from mionnx.analysis.harvest.activations import Activations
 from mionnx.analysis.harvest.settings import capturing
 from mionnx.analysis.harvest.texts import Source, Texts
+from mionnx.bind.spec_rows import choosing_rows
 from mionnx.errors import HookError, InputError, nearest
 from mionnx.graph.axes import KEYS, sequence_axis
 from mionnx.graph.hook_points import HookPoint
@@ -260,7 +261,9 @@ def statistics(
     source, moments, done = Texts(texts, column), Statistics(by), 0
     waiting = iter(source)
     with shown(progress) as show:
-        while entries := [*islice(waiting, AT_ONCE)]:
+        # Rows of a spec are those of all texts together.
+        most = AT_ONCE if choosing_rows(model.binder.bind(spec)) is None else None
+        while entries := [*islice(waiting, most)]:
             rows = [one_prompt(model, text) for text in entries]
             request = ListRequest(rows, spec, batch_size, logits=False)
             caches = map_rows(model, request, lambda _, cache: cache, "statistics", progress=False)

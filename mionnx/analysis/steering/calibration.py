@@ -54,7 +54,8 @@ def whole_numbers(positions: Any) -> list[int] | None:
     if positions is None or (isinstance(positions, str) and positions == "prompt"):
         return None
     several = [positions] if isinstance(positions, int | np.integer) else positions
-    if not isinstance(several, Sequence | np.ndarray) or not all(isinstance(one, int | np.integer) for one in several):
+    listed = isinstance(several, Sequence | np.ndarray) and not isinstance(positions, bool)
+    if not listed or not all(isinstance(one, int | np.integer) and not isinstance(one, bool) for one in several):
         raise InputError(f'positions are integers, or "prompt" or None for all tokens, got {positions!r}')
     return [int(one) for one in several]
 

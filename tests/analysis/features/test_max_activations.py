@@ -6,9 +6,22 @@ from saelens_fixture import random_weights
 from safetensors.numpy import load_file, save_file
 from transcoder_files import write_set
 
-from mionnx import SAE, Activations, FeatureDashboards, InputError, MIModel, SpecFileError, TranscoderSet
+from mionnx import (
+    SAE,
+    Activations,
+    FeatureDashboards,
+    HookError,
+    HookPoint,
+    HookSpec,
+    InputError,
+    Intervention,
+    MIModel,
+    SpecFileError,
+    TranscoderSet,
+)
 from mionnx.analysis.features import max_activations as module
 from mionnx.analysis.features.config import Config
+from mionnx.analysis.features.promoted import top_tokens
 
 PATH, PRE, K = "models/world-llama", "blocks.{}.mlp.hook_pre", 3
 FEATURES = ["2_9", "0_17_4", "2_30"]  # the second is a node of a graph
@@ -138,6 +151,58 @@ def test_features_of_an_sae_are_read_too(model, folder):
     assert got.features == ("3", "1")
     assert got.counts.tolist() == (acts > 0).sum(axis=0).tolist()
     assert np.allclose(got.largest, acts.max(axis=0), rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["world-llama", "world-gpt2"])
+def test_raised_tokens_are_those_that_the_model_raises(name):
+    """Beside a step along each vector in the last stream, of vectors whose mean a LayerNorm takes out."""
+    model, random = MIModel.from_pretrained(f"models/{name}", threads=1), np.random.default_rng(0)
+    last, prompt = HookPoint.ResidPost(model.num_layers - 1), "The capital of France is"
+    vectors = (random.normal(size=(8, 128)) / 11 + 1).astype(np.float32)
+    stream = model.forward(prompt, HookSpec().capture(last))[last][0, -1].astype(np.float64)
+    along = (vectors @ stream / (stream @ stream))[:, None] * stream
+    vectors = (vectors - along + (vectors @ np.ones(128) / 128)[:, None]).astype(np.float32)
+    steps = []
+    for vector in vectors:
+        size = 0.01 * np.linalg.norm(stream) / np.linalg.norm(vector)
+        ends = [
+            model.forward(prompt, HookSpec().intervene(last, Intervention.Add(sign * size * vector, positions=-1)))
+            for sign in (1, -1)
+        ]
+        steps.append(np.argsort(ends[1].output()[0, -1] - ends[0].output()[0, -1])[:3])
+    found = [
+        len({*ours} & {*theirs}) for ours, theirs in zip(top_tokens(model, vectors, 3).tolist(), steps, strict=True)
+    ]
+    assert np.mean(found) > 2.2  # a norm's scale moves too
+
+
+def test_features_that_do_not_write_to_the_stream_raise_no_tokens(model, folder, tmp_path):
+    neurons, stream = "blocks.2.mlp.hook_act", "blocks.2.hook_mlp_out"
+    made = model.harvest(["The capital of Peru is"], [neurons, stream, PRE.format(2)], tmp_path / "made")
+    for hook, writes in ((neurons, False), (PRE.format(2), False), (stream, True)):
+        sae = SAE(
+            Config("standard", hook=hook),
+            random_weights("standard", d_in=made[hook].shape[1], d_out=made[hook].shape[1]),
+        )
+        got = model.max_activations(made, sae, [0, 1])
+        assert [bool(words) for words in got.raised] == [writes] * 2
+        assert "raises" in got.page()
+
+
+def test_a_state_of_other_thresholds_is_refused(model, folder, tmp_path):
+    made, weights = Activations(folder / "made"), random_weights("jumprelu", d_in=128)
+    one, other = (
+        SAE(Config("jumprelu", hook=PRE.format(2)), {**weights, "threshold": weights["threshold"] + t}) for t in (0, 1)
+    )
+    model.max_activations(made, one, [0], path=tmp_path / "state.npz")
+    with pytest.raises(SpecFileError, match="the state of another pass"):
+        model.max_activations(made, other, [0], path=tmp_path / "state.npz")
+
+
+def test_values_of_another_width_are_refused(model, folder):
+    sae = SAE(Config("standard", hook=PRE.format(2)), random_weights("standard", d_in=96, d_out=96))
+    with pytest.raises(HookError, match=r"values \[128\], and the features read vectors \[96\]"):
+        model.max_activations(Activations(folder / "made"), sae, [0])
 
 
 def test_graphs_tell_the_texts_of_their_features(model, given, folder):

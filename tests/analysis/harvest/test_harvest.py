@@ -29,6 +29,7 @@ from mionnx import (
     HookSpec,
     InputError,
     Intervention,
+    InterventionError,
     MIModel,
     SpecFileError,
     TokenizerError,
@@ -131,6 +132,28 @@ def test_values_are_rounded_once(model: MIModel, tmp_path: Path, dtype: str) -> 
     exact = model.harvest(TEXTS, STREAM, tmp_path / "exact")
     np.testing.assert_array_equal(made[STREAM][:], exact[STREAM][:].astype(made[STREAM].dtype))
     assert made[STREAM].dtype.name == dtype
+
+
+@pytest.mark.parametrize("limit", [{"rows": [0]}, {"positions": [[0]] * 9}], ids=["rows", "positions of each"])
+def test_an_intervention_of_some_rows_is_refused(model: MIModel, tmp_path: Path, limit) -> None:
+    """Which texts share a batch depends on their lengths and on `batch_size`."""
+    for edit in (Intervention.Zero(**limit), Intervention.Add(np.ones((9, 1, 128), np.float32))):
+        hooks = HookSpec().intervene(STREAM, edit)
+        with pytest.raises(InterventionError, match=f"at {STREAM}: rows are those of one batch"):
+            model.harvest(TEXTS, [STREAM], tmp_path / "made", hooks=hooks)
+
+
+@pytest.mark.parametrize("kind", [iter, np.array, set])
+def test_positions_come_in_any_iterable(model: MIModel, tmp_path: Path, kind) -> None:
+    made = model.harvest(TEXTS, [STREAM], tmp_path / "made", positions=kind([0, -1]))
+    again = model.harvest(TEXTS, [STREAM], tmp_path / "again", positions=[0, -1])
+    assert made.tokens == 2 * len(TEXTS)
+    np.testing.assert_array_equal(made[STREAM][:], again[STREAM][:])
+
+
+def test_positions_that_choose_nothing_are_refused(model: MIModel, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no token of these texts would be written: positions= chose none"):
+        model.harvest(TEXTS, [STREAM], tmp_path / "made", positions=lambda ids: np.zeros(len(ids), bool))
 
 
 def test_a_number_too_large_for_float16_is_refused(model: MIModel, tmp_path: Path) -> None:

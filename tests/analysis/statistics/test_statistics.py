@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from mionnx import HookSpec, Intervention, Statistics, statistics_of
+from mionnx.analysis.statistics import statistics
 from mionnx.errors import HookError, InputError, SpecFileError
 from mionnx.machine.moments import Moments
 
@@ -191,3 +192,13 @@ def test_what_was_not_measured_is_said(models):
     with pytest.raises(HookError, match="no statistics of"):
         found.mean("blocks.0.hook_resid_pre")
     assert str(found).startswith("Statistics(1 hook point, 6 texts, 34 tokens)")
+
+
+def test_rows_of_a_spec_are_those_of_all_texts(models, monkeypatch):
+    """However many of them are read ahead."""
+    monkeypatch.setattr(statistics, "AT_ONCE", 2)
+    hooks = HookSpec().intervene(HOOK, Intervention.Zero(rows=[1]))
+    plain, found = (models("llama").statistics(TEXTS, HOOK, hooks=one) for one in (None, hooks))
+    alone = models("llama").statistics(TEXTS[1:2], HOOK)
+    sums = [one.mean(HOOK) * one.count(HOOK) for one in (plain, alone, found)]
+    np.testing.assert_allclose(sums[2], sums[0] - sums[1], atol=1e-4)

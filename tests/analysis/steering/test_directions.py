@@ -330,7 +330,7 @@ def test_a_share_of_smollm2_is_not_that_of_its_massive_first_token():
     assert np.isclose(shares.share(16, 1), found[16].norm / np.median(lengths[1:]), rtol=1e-4)
 
 
-@pytest.mark.parametrize("positions", ["generated", "the last", 0.5, [[0], [1]], ["prompt"]])
+@pytest.mark.parametrize("positions", ["generated", "the last", 0.5, [[0], [1]], ["prompt"], True, [True]])
 def test_calibration_takes_no_other_positions(model, directions, positions):
     with pytest.raises(InputError, match="positions are integers"):
         model.calibrate(directions, NEGATIVE[:2], positions)
