@@ -141,8 +141,9 @@ def read_labels(
     # As Python's own numbers, whose type tells classes from values.
     entries = read_array("labels", labels).tolist() if hasattr(labels, "shape") else labels
     column = [one.item() if isinstance(one, np.generic) else one for one in entries]
-    if nested := next((one for one in column if isinstance(one, list | np.ndarray)), None):
-        raise InputError(f"a label is one class or one number, got {nested!r:.60}: give labels [texts] or [tokens]")
+    nested = [one for one in column if isinstance(one, list | np.ndarray)]
+    if nested:
+        raise InputError(f"a label is one class or one number, got {nested[0]!r:.60}: give labels [texts] or [tokens]")
     text_of = np.asarray(activations.text_index).astype(np.int64)
     of_tokens = _of_tokens(activations, text_of, len(column), per)
     by_token = column if of_tokens else [column[text] for text in text_of.tolist()]

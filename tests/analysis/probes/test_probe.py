@@ -159,6 +159,8 @@ WRONG = {
     "one group": (InputError, "of one group: none can be held out", {"groups": [None] * 40}),
     "nan class": (InputError, "labels hold NaN", {"labels": [True, False, float("nan"), True] * 10}),
     "columns": (InputError, "one class or one number, got", {"labels": np.ones((40, 2)), "kind": "regression"}),
+    "arrays": (InputError, "one class or one number, got", {"labels": [np.ones(2)] * 40}),
+    "lists": (InputError, "one class or one number, got", {"labels": [[]] * 40}),
     "no hooks": (InputError, "points=.*: hook points that were harvested: blocks.0", {"points": []}),
     "equal": (InputError, "no variance for R2", {"labels": [float(n) for n in range(40)], "folds": 40}),
 }
