@@ -32,6 +32,7 @@ from exporters.transformers.attention import (
 )
 from exporters.transformers.carried import Carries, carries, parted
 from exporters.transformers.config import rope_parameters
+from exporters.transformers.decomposition import one_trace
 from exporters.transformers.encoder_families import is_encoder
 from exporters.transformers.experts import EXPERTS_FUNCTION, drop_spare
 from exporters.transformers.families import layout_in, layout_of
@@ -314,10 +315,7 @@ def quiet() -> Iterator[None]:
 
 
 def trace(skeleton: PreTrainedModel, sizes: PastSizes, kinds: Kinds, head: TaskHead = DECODER) -> ir.Model:
-    """Trace a model to ONNX with `mionnx::HookPoint` marker nodes, without weights.
-
-    Args:
-        skeleton: from `skeleton_of`; its parameters are fake tensors afterwards.
+    """Trace a model of `skeleton_of` to ONNX with `mionnx::HookPoint` marker nodes; its parameters are fake afterwards.
 
     Raises:
         ExportError: the family is laid out in an unknown way, or the torch exporter refused the model.
@@ -351,17 +349,18 @@ def to_onnx(
 
     pasts = [[tuple(map(shape, own)) for own in ports] for _ in example[len(tokens) :]]
     flat = [port for own in ports for port in own]
-    program = torch.onnx.export(
-        module.eval(),
-        example,
-        dynamo=True,
-        dynamic_shapes=(*(two for _ in tokens), *pasts),
-        opset_version=OPSET,
-        optimize=False,
-        verbose=False,
-        input_names=[*TOKEN_INPUTS[: len(tokens)], *(port.past for port in flat)],
-        output_names=[output, *(port.present for port in flat)],
-    )
+    with one_trace():
+        program = torch.onnx.export(
+            module.eval(),
+            example,
+            dynamo=True,
+            dynamic_shapes=(*(two for _ in tokens), *pasts),
+            opset_version=OPSET,
+            optimize=False,
+            verbose=False,
+            input_names=[*TOKEN_INPUTS[: len(tokens)], *(port.past for port in flat)],
+            output_names=[output, *(port.present for port in flat)],
+        )
     for value in list(program.model.graph.initializers.values()):  # by the model's names, not by those of the wrapper
         del program.model.graph.initializers[value.name]
         value.name = value.name.removeprefix("model.")
