@@ -53,7 +53,8 @@ def restrict(graph: gs.Graph, plan: Plan, report: Report) -> None:
 def _positions(graph: gs.Graph, plan: Plan, cut: Callable[[gs.Tensor], gs.Tensor]) -> None:
     """Cut down along the sequence, before the head if that changes nothing else."""
     # a hook at the logits sees them all, whatever the call returns
-    hooked = HOOKED in {*(edit.hook for edit in plan.edits), *(want.hook for want in plan.captures)}
+    values = (*plan.captures, *(plan.gradients.by if plan.gradients else ()))
+    hooked = HOOKED in {*(edit.hook for edit in plan.edits), *(want.hook for want in values)}
     head = None if hooked else find_head(named(graph)[LOGITS])
     if head is None:
         _after(graph, cut)
