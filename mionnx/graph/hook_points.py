@@ -298,7 +298,7 @@ def nearest_hook(name: str, names: Iterable[str]) -> str:
     match = _LAYERED.fullmatch(name)
     if match and match[2] in LENS_NEAR:
         ours, said = LENS_NEAR[match[2]]
-        return f"; TransformerLens means another value by it: here is blocks.{match[1]}.{ours}, {said}"
+        return f"; that is a name of TransformerLens: here is blocks.{match[1]}.{ours}, {said}"
     layers, layer = {number for one in names if (number := layer_of(one)) is not None}, layer_of(name)
     # a layer that is not there: the valid range says more than the nearest name
     if layer is not None and layers and layer not in layers:
@@ -327,13 +327,14 @@ def by_layer(names: Iterable[str]) -> list[str]:
 # nets, `mixer` of its state-space models, `mamba` of Falcon-H1. Of each a variant of ours.
 LENS_NAMES = {
     **dict.fromkeys(("linear_attn.hook_in", "mixer.hook_in", "mamba.hook_in"), "SsmPre"),
-    **{f"{mixer}.hook_{out}": "AttnOut" for mixer in ("linear_attn", "mixer") for out in ("out", "ssm_out")},
     "linear_attn.hook_v": "SsmV",
     "linear_attn.hook_recurrence_out": "SsmY",
     "linear_attn.hook_ssm_state": "SsmStates",
 }
-# Others are values beside ours, or of another shape: the name here, and what it says that theirs does not.
+# Others are values beside ours, of another shape, or by their layer one of two: the name here, and what sets it apart.
+MIXER_OUT = "hook_attn_out", "of a mixer that is alone in its layer; beside attention it is hook_ssm_out"
 LENS_NEAR = {
+    **{f"{mixer}.hook_{out}": MIXER_OUT for mixer in ("linear_attn", "mixer") for out in ("out", "ssm_out")},
     **dict.fromkeys(("linear_attn.hook_q", "linear_attn.hook_ssm_C"), ("ssm.hook_q", "after norm and scale, by head")),
     **dict.fromkeys(("linear_attn.hook_k", "linear_attn.hook_ssm_B"), ("ssm.hook_k", "after norm, by head")),
     **dict.fromkeys(("linear_attn.hook_beta", "linear_attn.hook_ssm_write"), ("ssm.hook_write", "[.., n_heads, 1]")),

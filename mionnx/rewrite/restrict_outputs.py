@@ -14,12 +14,13 @@ import onnx_graphsurgeon as gs
 
 from mionnx.graph.builder import Builder
 from mionnx.graph.edited_graph import named
+from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.io_names import PRESENTS
 from mionnx.graph.output_head import LOGITS, feed_head, find_head, head_and_tail
 from mionnx.graph.report import Report
 from mionnx.rewrite.plan import LOGIT_BEGIN, LOGIT_COLUMNS, LOGIT_TOKENS, LOGIT_TOP_K, TOP_IDS, Plan
 
-HOOKED = "hook_logits"
+HOOKED = {str(HookPoint.Logits), str(HookPoint.TokenLogits), str(HookPoint.SpanLogits)}  # a row for each token
 END = np.iinfo(np.int64).max  # of a slice: up to the last entry
 
 
@@ -53,7 +54,8 @@ def restrict(graph: gs.Graph, plan: Plan, report: Report) -> None:
 def _positions(graph: gs.Graph, plan: Plan, cut: Callable[[gs.Tensor], gs.Tensor]) -> None:
     """Cut down along the sequence, before the head if that changes nothing else."""
     # a hook at the logits sees them all, whatever the call returns
-    hooked = HOOKED in {*(edit.hook for edit in plan.edits), *(want.hook for want in plan.captures)}
+    values = (*plan.captures, *(plan.gradients.by if plan.gradients else ()))
+    hooked = HOOKED & {*(edit.hook for edit in plan.edits), *(want.hook for want in values)}
     head = None if hooked else find_head(named(graph)[LOGITS])
     if head is None:
         _after(graph, cut)
@@ -111,9 +113,9 @@ def _rank(graph: gs.Graph, op: Builder) -> None:
 def _forget_shape(graph: gs.Graph) -> None:
     """The shape that was written down for the logits is no longer theirs."""
     for output in graph.outputs:
-        if output.name in (LOGITS, HOOKED):
+        if output.name in {LOGITS, *HOOKED}:
             output.shape = _shape(output)
-    for name in (LOGITS, HOOKED):
+    for name in (LOGITS, *sorted(HOOKED)):
         value = named(graph).get(name)
         if value is not None and not isinstance(value, gs.Constant):
             value.shape = _shape(value)

@@ -264,12 +264,21 @@ def collect(bound: BoundSpec, batch: TokenBatch, results: Mapping[str, Value], u
     carried = bound.plan.outputs.carried
     past = take_present(bound.model, results, batch, use_cache) if carried else None
     count = bound.model.metadata.sizes.num_layers
-    by = {one.node.output.removesuffix(GRADIENT): results[one.node.fetched] for one in bound.gradients}
+    by = {one.node.output.removesuffix(GRADIENT): _of_texts(results, one, batch) for one in bound.gradients}
     grad = HookCache(None, by, num_layers=count) if by else None
     metric = results.get(METRIC)
     top = results.get(TOP_IDS)
     logits = results.get("logits")
     return HookCache(logits, captured, past, top_ids=top, num_layers=count, metric=metric, grad=grad)
+
+
+def _of_texts(results: Mapping[str, Value], gradient: BoundCapture, batch: TokenBatch) -> Value:
+    """A gradient, 0 at keys that are padding: interventions leave them alone."""
+    value, axes = results[gradient.node.fetched], gradient.node.axes
+    if axes[-1] != KEYS or batch.attention_mask.all():
+        return value
+    keys = batch.attention_mask.reshape(batch.batch, *[1] * (len(axes) - 2), -1)
+    return np.where(keys == 1, np.asarray(value), 0)
 
 
 def rows_of(cache: HookCache, bound: BoundSpec, batch: TokenBatch) -> list[HookCache]:

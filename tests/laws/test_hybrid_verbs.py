@@ -50,16 +50,13 @@ def test_a_state_at_the_end_of_a_call_is_not_swept_over(hybrid):
 
 
 def test_transformer_lens_names_of_a_mixer_read_and_change_it(model):
-    read, out = "blocks.2.linear_attn.hook_in", "blocks.2.linear_attn.hook_out"
-    spec = HookSpec().capture([read, out]).intervene(out, Intervention.Scale(0.5))
-    found = model.forward(CLEAN, spec)
-    ours = HookSpec().capture([HookPoint.SsmPre(2), HookPoint.AttnOut(2)])
-    same = model.forward(CLEAN, ours.intervene(HookPoint.AttnOut(2), Intervention.Scale(0.5)))
-    assert (found[read] == same[HookPoint.SsmPre(2)]).all()
-    assert (found[out] == same[out]).all()
-    with pytest.raises(
-        HookError, match=r"means another value by it: here is blocks.2.ssm.hook_q, after norm and scale"
-    ):
+    read, ours = "blocks.2.linear_attn.hook_in", HookPoint.SsmPre(2)
+    found, same = (
+        model.forward(CLEAN, HookSpec().capture(one).intervene(one, Intervention.Scale(0.5))) for one in (read, ours)
+    )
+    assert (found[read] == same[ours]).all()
+    assert (found.output() == same.output()).all()
+    with pytest.raises(HookError, match=r"of TransformerLens: here is blocks.2.ssm.hook_q, after norm and scale"):
         model.forward(CLEAN, HookSpec().capture("blocks.2.linear_attn.hook_q"))
 
 
@@ -176,7 +173,7 @@ def test_a_score_into_a_gate_is_a_change_times_the_gradient_through_that_head_s_
 
 
 def test_the_name_of_another_shape_is_told(hybrid):
-    with pytest.raises(HookError, match=r"another value by it: here is blocks.1.attn.hook_gate, by head"):
+    with pytest.raises(HookError, match=r"of TransformerLens: here is blocks.1.attn.hook_gate, by head"):
         hybrid("lfm2").forward(CLEAN, HookSpec().capture("blocks.1.attn.hook_q_gate"))
 
 

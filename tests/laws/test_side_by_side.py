@@ -72,8 +72,11 @@ def test_transformer_lens_names_of_the_mixer_read_it(model):
     read = "blocks.1.mamba.hook_in"
     found = model.forward(CLEAN, HookSpec().capture([read, HookPoint.SsmPre(1)]))
     assert (found[read] == found[HookPoint.SsmPre(1)]).all()
-    with pytest.raises(HookError, match=r"another value by it: here is blocks.1.hook_ssm_out, behind its factor"):
+    with pytest.raises(HookError, match=r"of TransformerLens: here is blocks.1.hook_ssm_out, behind its factor"):
         model.forward(CLEAN, HookSpec().capture("blocks.1.mamba.hook_out"))
+    for verb in (HookSpec().capture, lambda name: HookSpec().intervene(name, Intervention.Zero())):
+        with pytest.raises(HookError, match=r"blocks.1.mixer.hook_out.* beside attention it is hook_ssm_out"):
+            model.forward(CLEAN, verb("blocks.1.mixer.hook_out"))
 
 
 def test_paths_and_edges_are_refused_by_name(model):

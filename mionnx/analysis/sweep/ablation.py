@@ -12,6 +12,7 @@ import numpy as np
 
 from mionnx.analysis.sweep.clean_run import CleanRun, run_clean
 from mionnx.analysis.sweep.comparison import Comparison, Pairs, compares
+from mionnx.analysis.sweep.corruption import check_repeats
 from mionnx.analysis.sweep.grid import Grid, Positions
 from mionnx.analysis.sweep.metric import Measure, Tokens
 from mionnx.analysis.sweep.patched_runs import Shortcuts, shortcuts_for
@@ -22,7 +23,6 @@ from mionnx.graph.axes import sequence_axis
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.token_batch import Place
 from mionnx.machine.moments import Moments
-from mionnx.machine.ranges import at_least
 from mionnx.machine.typed import typed
 from mionnx.run.prompt import By, Ids, check_by, classes_of, prompt_ids
 from mionnx.run.runner import Runner
@@ -68,7 +68,8 @@ def ablation_sweep(
         by: classes of tokens for "mean", whose means are put in apart: "position", "token", or a function: ids [seq] ->
             integers [seq]; by default all tokens together.
         seed: of the draw of "resample"; by default 0.
-        repeats: draws of "resample" for each prompt, whose values are averaged (of a single prompt they are the pairs).
+        repeats: draws of "resample" for each prompt, 1 to 1,000, whose values are averaged (of a single prompt they are
+            the pairs).
 
     Raises:
         HookError: no such hook point.
@@ -106,7 +107,8 @@ def _check(kind: str, reference: Prompt | None, seed: int | None, by: By, repeat
     for name, number in (("seed", seed), ("repeats", repeats)):
         if kind != "resample" and number is not None:
             raise InputError(f"a {kind} ablation draws nothing: {name}={number!r} would have no effect")
-    at_least("repeats", 1 if repeats is None else repeats, 1)
+    if repeats is not None:
+        check_repeats(repeats)
     if kind != "mean" and by is not None:
         raise InputError(f"by= is of a mean ablation: a {kind} ablation has no use for classes of tokens")
 

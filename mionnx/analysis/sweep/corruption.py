@@ -17,7 +17,7 @@ from mionnx.graph.axes import SEQUENCE_AXES
 from mionnx.graph.hook_points import HookPoint
 from mionnx.inputs.token_batch import make_token_batch
 from mionnx.machine.brief import Brief, spelled
-from mionnx.machine.ranges import at_least
+from mionnx.machine.ranges import at_least, at_most
 from mionnx.machine.typed import typed
 from mionnx.rewrite.plan import Edit, Outputs
 from mionnx.run.prompt import Ids, prompt_ids
@@ -34,6 +34,7 @@ EMBEDDINGS = (
 )  # hook points before the first layer
 ALONE = Outputs(carried=False)
 SIGMAS = 3.0  # if nothing is said, as in causal tracing
+MOST_REPEATS = 1000  # draws for each prompt, each a run and a value [tokens, width]; a few tens do
 Numbers = NDArray[np.float64]
 
 
@@ -113,6 +114,12 @@ def _masked(selection: Selection, inputs: Mapping[str, NDArray[Any]]) -> tuple[E
     return replace(edit, at_positions=False, masked=True), {**own, edit.mask_input: selection.selected()}
 
 
+def check_repeats(repeats: int) -> None:
+    """Refuse a number of draws for each prompt out of its range."""
+    at_least("repeats", repeats, 1)
+    at_most("repeats", repeats, MOST_REPEATS)
+
+
 @typed(InputError, leave=["positions"])
 @dataclass(frozen=True, repr=False)
 class Noise(Brief):
@@ -128,7 +135,7 @@ class Noise(Brief):
         sigmas: standard deviation of the noise, in standard deviations of the values that it is added to, over all
             numbers at the chosen tokens of all prompts of a call.
         std: standard deviation of the noise itself, in place of `sigmas`.
-        repeats: draws for each prompt.
+        repeats: draws for each prompt, 1 to 1,000.
         hook: a hook point [batch, seq, width].
 
     Example:
@@ -144,7 +151,7 @@ class Noise(Brief):
     hook: str | HookPoint = "hook_embed"
 
     def __post_init__(self) -> None:
-        at_least("repeats", self.repeats, 1)
+        check_repeats(self.repeats)
         at_least("seed", self.seed, 0)
         if self.sigmas is not None and self.std is not None:
             raise InputError("sigmas= and std= are two ways to give one standard deviation: give one of them")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mionnx import GradientError, HookSpec
+from mionnx import GradientError, HookSpec, Logits
 
 TEXT, PAIR = "the man plays the [MASK] on stage.", ("where does ann live?", "ann lives in rome now")
 STEPS = 6
@@ -138,3 +138,19 @@ def test_hidden_tokens_are_saved_with_a_spec_and_not_compiled(text_encoder, tmp_
 def test_a_decoder_reads_no_answer_for_its_loss(shipped):
     with pytest.raises(GradientError, match="own next tokens"):
         shipped.gradients("The capital of France is", "hook_embed", metric="loss", answer="Paris")
+
+
+def test_gradients_by_the_logits_of_tags_stand_at_the_tag_that_is_read(text_encoder):
+    """One by one, in one batch, and captured beside: the value has a row for each token, whichever the metric reads."""
+    model, _ = text_encoder("token_classes")
+    texts, hook, spec = ["the man plays", "it rains now on the stage"], "hook_token_logits", HookSpec()
+    reads = {"metric": "logit", "answer": 1, "position": 1, "hooks": spec.capture(hook)}
+    together, apart = (model.gradients(texts, hook, batch_size=size, **reads) for size in (None, 1))
+    assert together[hook].shape == together.grad[hook].shape
+    assert np.array_equal(together.grad[hook], apart.grad[hook])
+    assert np.argwhere(model.gradients(texts, hook, **reads | {"hooks": None}).grad[hook]).tolist() == [
+        [0, 1, 1],
+        [1, 1, 1],
+    ]
+    part = model.forward(texts, spec, logits=Logits(positions=1))
+    assert np.array_equal(part[hook], model.forward(texts, spec)[hook])

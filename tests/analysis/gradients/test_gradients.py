@@ -90,6 +90,16 @@ def test_the_loss_is_that_of_the_texts_own_tokens_and_padding_counts_for_nothing
         assert not cache.grad["mlp_out", 1][row, : -len(ids)].any()
 
 
+@pytest.mark.parametrize("hook", ["hook_logits", "blocks.1.attn.hook_pattern"])
+def test_gradients_of_a_padded_batch_are_those_of_texts_one_by_one(shipped, hook):
+    """By the logits too, of which the metric reads one position; keys that are padding have none."""
+    texts = [PROMPT, "When Mary and John went to the store , John gave a drink to"]
+    together, apart = (shipped.gradients(texts, hook, batch_size=size).grad[hook] for size in (None, 1))
+    np.testing.assert_allclose(together, apart, atol=1e-5)
+    if hook == "hook_logits":
+        assert [place[:2] for place in np.argwhere(together).tolist()] == [[0, 13], [1, 13]]
+
+
 RIGHT = [[5, 6, 7, 8], [5, 6, 9, 9]], np.array([[1, 1, 1, 1], [1, 1, 0, 0]])
 READINGS = {
     "logit": {"metric": "logit", "answer": 7},

@@ -185,6 +185,11 @@ def test_noise_of_no_size_is_refused(given):
         Noise("France", **given)
 
 
+def test_more_draws_than_memory_holds_are_refused():
+    with pytest.raises(InputError, match="repeats must be 1,000 or below, got 1000000000000"):
+        Noise("France", repeats=10**12)
+
+
 def test_noise_and_specs_on_the_command_line(tmp_path):
     prompt, asked = "The capital of France is", ("--metric", "probability", "--answer", "Paris", "--json")
     found = json.loads(succeeded("sweep", LLAMA, prompt, "--noise", "France", "--repeats", 3, *asked))

@@ -99,6 +99,7 @@ def test_what_cannot_be_swept_is_said(models, case):
         ("no use for classes", {"by": "position"}),
         ("repeats=2 would have no effect", {"repeats": 2}),
         ("is in none of the reference prompts", {"kind": "mean", "by": "position", "reference": CLEAN[:3]}),
+        ("repeats must be 1,000 or below", {"kind": "resample", "reference": [CORRUPTED], "repeats": 10**12}),
         ("seed=-1", {"kind": "resample", "seed": -1}),
         ("seed=1.5", {"kind": "resample", "seed": 1.5}),
     ],
