@@ -76,12 +76,13 @@ def _joined(tokenizer: Any, text: Any, encodings: Any, most: int | None) -> Toke
     encoding: Encoding = tokenizer.post_process(first, second)
     if not encoding.ids:
         raise TokenizerError(f"the text {spelled(text)} has no tokens")
-    ids, offsets = np.array(encoding.ids, np.int64), list(encoding.offsets)
+    ids, begin = np.array(encoding.ids, np.int64), len(text[0]) + 1
+    # A tokenizer that leaves spaces out of its offsets (RoBERTa's) has cut one off each of `encoding` twice.
+    own = [iter(first.offsets), iter([(start + begin, end + begin) for start, end in second.offsets] if second else [])]
+    places = zip(encoding.special_tokens_mask, encoding.sequence_ids, strict=True)
+    offsets = [(0, 0) if special else next(own[which == 1]) for special, which in places]
     if not paired:
         return Tokens(text, ids, offsets, encoding.tokens)
-    begin = len(text[0]) + 1
-    places = zip(offsets, encoding.sequence_ids, strict=True)
-    offsets = [(start + begin, end + begin) if which == 1 else (start, end) for (start, end), which in places]
     return Tokens("\n".join(text), ids, offsets, encoding.tokens, type_ids=np.array(encoding.type_ids, np.int64))
 
 
