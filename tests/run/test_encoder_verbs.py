@@ -158,6 +158,8 @@ def test_a_value_for_each_row_and_position_means_the_same_in_batches(text_encode
     [
         ("classes", lambda model: model.fill_mask("it [MASK]"), "'masked_lm', and .* has the head 'classes'"),
         ("masked_lm", lambda model: model.fill_mask("it rains"), r"write \[MASK\]"),
+        ("masked_lm", lambda model: model.fill_mask("music " * 50 + "[MASK]"), r"cut off: the model reads 40 tokens"),
+        ("masked_lm", lambda model: model.fill_mask("[MASK] " + "music " * 50 + "[MASK]"), r"cut off"),
         ("masked_lm", lambda model: model.embed("it rains"), "'embedding'"),
         ("masked_lm", lambda model: model.classify("it rains"), "'classes'"),
         ("embedding", lambda model: model.embed([]), "nothing to run on"),
