@@ -111,7 +111,8 @@ def similarity(
 
     Args:
         a, b: texts, or embeddings [n, d]; a with itself where b is left out.
-        hooks, prompt_name, batch_size, progress: see `embed`.
+        hooks: interventions in force; `rows=` of them count in a and in b each from 0.
+        prompt_name, batch_size, progress: see `embed`.
 
     Returns:
         float64 [texts of a, texts of b]: the cosine, or what the model's folder names: the dot product, or the negative
