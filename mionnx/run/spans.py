@@ -1,4 +1,4 @@
-"""`tag` and `answer_span`: labels of words, and the part of a context that answers a question."""
+"""`tag`: labels of words; and the parts of texts that it and `answer_span` find."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from mionnx.errors import InputError
 from mionnx.inputs.tokens import Tokens
 from mionnx.machine.brief import count, cut
 from mionnx.machine.decimals import decimal
-from mionnx.machine.ranges import at_least
-from mionnx.machine.softmax import log_softmax
 from mionnx.machine.typed import typed
 from mionnx.run.batching import AUTO, BatchSize
 from mionnx.run.encoder_texts import listed_texts, map_texts, need_head, tokens_of
@@ -303,61 +301,3 @@ def _marks(labels: Sequence[str]) -> tuple[str, ...]:
     """What stands before the names of labels: B- and I-, and others of those that have one of these too."""
     names = {label[2:] for label in labels if label[:2] in ("B-", "I-")}
     return ("B-", "I-", *(f"{mark}-" for mark in OTHER_MARKS if any(f"{mark}-{name}" in labels for name in names)))
-
-
-@typed()
-def answer_span(
-    model: Runner,
-    question: str,
-    context: str,
-    k: int = 1,
-    hooks: HookSpec | None = None,
-    *,
-    max_answer_length: int = 30,
-) -> Spans:
-    """The parts of a context that answer a question, by a span head.
-
-    Args:
-        question, context: the two texts that the model reads.
-        k: answers that are told, the best first.
-        hooks: interventions in force.
-        max_answer_length: tokens of an answer.
-
-    Returns:
-        the best answers, no two the same; start <= end, both within the context. The probability is that of the start
-        times that of the end, each among the context's tokens.
-
-    Example:
-        model.answer_span("Where does Angela live?", "Angela lives in Berlin.").parts[0]
-    """
-    need_head(model, "answer_span", "span")
-    at_least("k", k, 1)
-    at_least("max_answer_length", max_answer_length, 1)
-    (tokens,) = tokens_of(model, [(question, context)])
-    begin = len(question) + 1
-    inside = np.array([first >= begin and last > first for first, last in tokens.offsets])
-    if not inside.any():
-        raise InputError(f"the context {cut(context, 40)!r} has no tokens")
-
-    def read(row: int, cache: HookCache) -> Numbers:
-        return cache.output()[0].astype(np.float64)
-
-    (logits,) = map_texts(model, [tokens], read, "texts", hooks)
-    starts, ends = log_softmax(np.where(inside[:, None], logits, -np.inf).T, axis=-1)
-    scores = starts[:, None] + ends[None]
-    places = np.arange(len(scores))
-    length = places[None] - places[:, None]
-    scores = np.where((length >= 0) & (length < max_answer_length), scores, -np.inf)
-    order = np.argsort(-scores, axis=None, kind="stable")
-    spans: list[TextSpan] = []
-    for place in order[: int(np.isfinite(scores).sum())].tolist():
-        first, last = divmod(place, len(scores))
-        start, end = tokens.offsets[first][0] - begin, tokens.offsets[last][1] - begin
-        start += len(context[start:end]) - len(context[start:end].lstrip())
-        if all(one.text != context[start:end] for one in spans):
-            share = float(np.exp(scores[first, last]))
-            spans.append(TextSpan(0, "answer", context[start:end], start, end, (first, last), share))
-        if len(spans) == k:
-            break
-    words = [token_text(model, token) for token in tokens.ids.tolist()]
-    return Spans.of([context], spans, model.hooked.metadata.labels, [(words, np.exp([starts, ends]).T)])

@@ -79,7 +79,8 @@ def test_the_best_span_of_a_context(text_encoder):
     output = eager(reference, inputs(model, question, context))
     first = tokens.ids.tolist().index(3) + 1  # behind the separator
     places = range(first, len(tokens) - 1)
-    starts, ends = (one[0, first:-1].log_softmax(-1).numpy() for one in (output.start_logits, output.end_logits))
+    counted = [0, *places]  # the first token stands for no answer
+    starts, ends = (one[0, counted].log_softmax(-1)[1:].numpy() for one in (output.start_logits, output.end_logits))
     scores = {(i, j): starts[i - first] + ends[j - first] for i in places for j in places if i <= j}
     best = max(scores, key=scores.__getitem__)
     found = model.answer_span(question, context, k=3)
