@@ -59,19 +59,19 @@ def answer_span(
     at_least("max_answer_length", max_answer_length, 1)
     if stride is not None:
         at_least("stride", stride, 0)
-    whole, windows, step = windows_of(model, question, context, stride)
+    all_tokens, windows, step = windows_of(model, question, context, stride)
     begin = len(question) + 1
     inside = [np.array([start >= begin and end > start for start, end in one.offsets]) for one in windows]
     if not any(one.any() for one in inside):
         raise InputError(f"the context {cut(context, 40)!r} has no tokens")
-    special = whole.offsets[0] == (0, 0)
+    special = all_tokens.offsets[0] == (0, 0)
     if no_answer and not special:
         raise InputError(f"no_answer=True: {model.hooked.name} reads no special token first, which would stand for it")
 
     def read(row: int, cache: HookCache) -> Numbers:
         return cache.output()[0].astype(np.float64)
 
-    found, shares, none = list[TextSpan](), np.zeros((len(whole), 2)), np.zeros(2)
+    candidates, shares, none = list[TextSpan](), np.zeros((len(all_tokens), 2)), np.zeros(2)
     for number, logits in enumerate(map_texts(model, windows, read, "texts", hooks)):
         counted = inside[number] | (special & (np.arange(len(logits)) == 0))
         ends = log_softmax(np.where(counted[:, None], logits, -np.inf).T, axis=-1)
@@ -88,15 +88,15 @@ def answer_span(
             )
             if len(answers) == k:
                 break
-        found += answers.values()
+        candidates += answers.values()
     if special:
         shares[0] = np.exp(none)
     if no_answer:
-        found.append(TextSpan(0, ANSWER, "", 0, 0, (0, 0), float(np.exp(none.sum()))))
+        candidates.append(TextSpan(0, ANSWER, "", 0, 0, (0, 0), float(np.exp(none.sum()))))
     spans = dict[str, TextSpan]()
-    for one in sorted(found, key=lambda one: -one.probability):
+    for one in sorted(candidates, key=lambda one: -one.probability):
         spans.setdefault(one.text, one)
-    words = [token_text(model, token) for token in whole.ids.tolist()]
+    words = [token_text(model, token) for token in all_tokens.ids.tolist()]
     return Spans.of([context], [*spans.values()][:k], model.hooked.metadata.labels, [(words, shares)])
 
 

@@ -124,8 +124,9 @@ def similarity(
     need_head(model, "similarity", "embedding")
 
     def vectors(side: object) -> NDArray[np.float64]:
-        if isinstance(side, np.ndarray) or hasattr(side, "__array__"):
-            array = np.atleast_2d(to_array(side)).astype(np.float64)
+        array = to_array(side) if hasattr(side, "__array__") else None
+        if array is not None and array.dtype.kind not in "OSU":  # texts in an array are texts
+            array = np.atleast_2d(array).astype(np.float64)
             if array.ndim != 2 or array.shape[1] != model.hooked.metadata.columns:
                 raise InputError(f"embeddings are [n, {model.hooked.metadata.columns}], got {list(array.shape)}")
             return array

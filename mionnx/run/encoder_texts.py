@@ -11,6 +11,7 @@ from tokenizers import Encoding, Tokenizer
 
 from mionnx.errors import InputError, TokenizerError, boundary
 from mionnx.graph.metadata import NEXT_TOKEN
+from mionnx.graph.sizes import cut_side
 from mionnx.inputs.tokens import Tokens
 from mionnx.inputs.world_tokenizer import WorldTokenizer
 from mionnx.machine.brief import spelled
@@ -55,10 +56,11 @@ def listed_texts(texts: Texts, pairs: bool) -> list[Any]:
 def tokens_of(model: Runner, texts: Sequence[Any], max_length: int | None = None) -> list[Tokens]:
     """Texts, or pairs, as tokens; longer ones are cut, the longer text of a pair first, special tokens kept."""
     tokenizer, most = _tokenizer(model), model.hooked.longest_text if max_length is None else max_length
+    side = cut_side(model.hooked.folder)
     parts = [part for text in texts for part in (text if isinstance(text, tuple) else (text,))]
     with boundary(TokenizerError, "the tokenizer fails on the texts"):
         encodings = iter(tokenizer.encode_batch(parts, add_special_tokens=False))
-        joined = [_joined(tokenizer, text, encodings, most) for text in texts]
+        joined = [_joined(tokenizer, text, encodings, most, side) for text in texts]
     return _typed(model, joined)
 
 
@@ -73,10 +75,10 @@ def windows_of(model: Runner, question: str, context: str, stride: int | None) -
     shared = min(room // 2, STRIDE) if stride is None else stride
     if stride is not None and stride >= room:
         raise InputError(f"stride={stride}: windows have {room} tokens of the context, and share fewer")
-    whole = _together(tokenizer, pair, first, second)
+    all_tokens = _together(tokenizer, pair, first, second)
     second.truncate(room, stride=shared)
     parts = [_together(tokenizer, pair, first, part) for part in (second, *second.overflowing)]
-    return whole, _typed(model, parts), room - shared
+    return all_tokens, _typed(model, parts), room - shared
 
 
 def _tokenizer(model: Runner) -> Tokenizer:
@@ -90,14 +92,14 @@ def _typed(model: Runner, texts: list[Tokens]) -> list[Tokens]:
     return texts if model.hooked.has_token_types else [replace(tokens, type_ids=None) for tokens in texts]
 
 
-def _joined(tokenizer: Any, text: Any, encodings: Any, most: int | None) -> Tokens:
+def _joined(tokenizer: Any, text: Any, encodings: Any, most: int | None, side: str = "right") -> Tokens:
     paired = isinstance(text, tuple)
     first, second = next(encodings), next(encodings) if paired else None
     if most is not None:
         room = most - tokenizer.num_special_tokens_to_add(paired)
         if room < 1 + paired:
             raise InputError(f"max_length={most}: there is no room for a token beside the special ones")
-        _cut(first, second, room)
+        _cut(first, second, room, side)
     return _together(tokenizer, text, first, second)
 
 
@@ -116,18 +118,18 @@ def _together(tokenizer: Any, text: Any, first: Encoding, second: Encoding | Non
     return Tokens("\n".join(text), ids, offsets, encoding.tokens, type_ids=np.array(encoding.type_ids, np.int64))
 
 
-def _cut(first: Encoding, second: Encoding | None, room: int) -> None:
+def _cut(first: Encoding, second: Encoding | None, room: int, side: str) -> None:
     """Cut one text, or the longer of two token by token, to a number of tokens."""
     if second is None:
-        first.truncate(room)
+        first.truncate(room, direction=side)
         return
     one, other = len(first.ids), len(second.ids)
     if one + other > room:
         half = room // 2
         shorter = min(one, other, half)
         one, other = (shorter, room - shorter) if one <= other else (room - shorter, shorter)
-        first.truncate(min(one, len(first.ids)))
-        second.truncate(min(other, len(second.ids)))
+        first.truncate(min(one, len(first.ids)), direction=side)
+        second.truncate(min(other, len(second.ids)), direction=side)
 
 
 def map_texts(

@@ -145,7 +145,7 @@ def fill_mask(
         if text.count(name) > masks and len(one) == most:
             raise InputError(
                 f"a mask of {cut(text, 60)!r} was cut off: the model reads {most} tokens of a text, special ones "
-                f"included, and {name} stands behind them"
+                f"included, and {name} stands outside them"
             )
         if not masks:
             raise InputError(f"{cut(text, 60)!r} has no mask: write {name} where it is")
