@@ -45,12 +45,17 @@ def label_names(kind: str, id2label: Mapping[Any, Any], count: int, architecture
     return [named.get(str(i), f"LABEL_{i}") for i in range(count)]
 
 
-def activation_of(kind: str, problem: str | None, count: int, architecture: str = "") -> str:
-    """What makes probabilities of the logits of classes, as transformers' pipeline has it; empty for other heads."""
+def activation_of(kind: str, problem: str | None, count: int, architecture: str = "", stated: str = "") -> str:
+    """What makes probabilities of the logits of classes, as transformers' pipeline has it; empty for other heads.
+
+    `stated` is what a CrossEncoder's folder says; of several labels it says Identity where nobody chose.
+    """
     if tells_replaced(architecture):
         return "sigmoid"
     if kind != "classes":
         return ""
+    if stated == "Sigmoid" or (stated == "Identity" and count == 1):
+        return stated.lower()
     if problem == "regression":
         return "identity"
     return "sigmoid" if problem == "multi_label_classification" or count == 1 else "softmax"

@@ -55,7 +55,7 @@ class SentenceModules:
 
 
 def sentence_modules(folder: Path) -> SentenceModules | None:
-    """The modules of a folder behind its transformer; None if it is no sentence-transformers folder.
+    """The modules of a folder behind its transformer; None if it is no folder of sentence embeddings.
 
     Raises:
         ExportError: a damaged file, or modules that are not known.
@@ -64,6 +64,9 @@ def sentence_modules(folder: Path) -> SentenceModules | None:
         return None
     entries = _read(folder, MODULES_FILE, list)
     kinds = [_kind(entry, folder) for entry in entries]
+    texts: dict[str, Any] = next((_read(folder, name, dict) for name in TEXT_SETTINGS if (folder / name).is_file()), {})
+    if kinds == ["Transformer"] and texts.get("transformer_task") == "sequence-classification":
+        return None  # a CrossEncoder's, since sentence-transformers 6
     if kinds[:2] != ["Transformer", "Pooling"] or kinds.count("Pooling") > 1:
         raise ExportError(
             f"{folder / MODULES_FILE} has the modules {', '.join(kinds)}: no transformer with one pooling"
@@ -79,9 +82,29 @@ def sentence_modules(folder: Path) -> SentenceModules | None:
         for kind, path in zip(kinds[2:], paths[2:], strict=True)
         if kind != "Dropout"
     ]
-    texts: dict[str, Any] = next((_read(folder, name, dict) for name in TEXT_SETTINGS if (folder / name).is_file()), {})
     facts = {"include_prompt": with_prompt, **_settings(folder), "lower_case": bool(texts.get("do_lower_case"))}
     return SentenceModules(poolings, behind, facts, text_limit(folder))
+
+
+def stated_activation(folder: Path) -> str:
+    """What a CrossEncoder's folder says makes scores of its logits, by the name of a class of torch; empty if nothing.
+
+    Raises:
+        ExportError: a class that is not known, or a prompt before each text.
+    """
+    settings = _read(folder, SETTINGS, dict) if (folder / SETTINGS).is_file() else {}
+    config = _read(folder, "config.json", dict) if (folder / "config.json").is_file() else {}
+    if settings.get("model_type") == "CrossEncoder" and settings.get("default_prompt_name"):
+        raise ExportError(f"{folder / SETTINGS} puts a prompt before the texts of a CrossEncoder: not exported")
+    inner = config.get("sentence_transformers")  # of versions 4 and 5; before these a word of its own
+    named = [settings.get("activation_fn"), inner.get("activation_fn") if isinstance(inner, dict) else None]
+    stated = next(filter(None, [*named, config.get("sbert_ce_default_activation_function")]), "")
+    if not isinstance(stated, str) or not stated.startswith("torch."):
+        return ""  # the package imports no other either, unless it is told to trust the folder
+    name = stated.rpartition(".")[2]
+    if name not in ("Identity", "Sigmoid"):
+        raise ExportError(f"{folder} makes scores by {stated}; known are torch's Identity and Sigmoid")
+    return name
 
 
 def _read(folder: Path, name: str, kind: type) -> Any:

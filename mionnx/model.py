@@ -38,7 +38,7 @@ from mionnx.analysis.weights import weights as named
 from mionnx.compile import compile_model, monitors
 from mionnx.machine.dialects import Translated
 from mionnx.machine.once import once_property
-from mionnx.run import embedding, generation, notebook, predictions, spans
+from mionnx.run import answers, embedding, generation, notebook, predictions, spans
 from mionnx.run.runner import Runner
 from mionnx.verify import bisect as bisection
 from mionnx.verify import verify as comparing
@@ -69,7 +69,7 @@ class MIModel(Runner, Translated):
     fill_mask = predictions.fill_mask
     classify = predictions.classify
     tag = spans.tag
-    answer_span = spans.answer_span
+    answer_span = answers.answer_span
     embed = embedding.embed
     similarity = embedding.similarity
     attribute_similarity = pairs.attribute_similarity

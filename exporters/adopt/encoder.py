@@ -33,7 +33,7 @@ from exporters.adopt.recognise import Recognised, sum_of
 from exporters.head_facts import activation_of, head_named, label_names, tells_replaced
 from exporters.op_writer import node_like
 from exporters.probe import Array, check_bounded, probe
-from exporters.sentence_folder import SentenceModules, sentence_modules
+from exporters.sentence_folder import SentenceModules, sentence_modules, stated_activation
 from mionnx.errors import ExportError
 from mionnx.graph.hook_points import HookPoint
 from mionnx.graph.metadata import HEAD_POINTS, NEXT_TOKEN
@@ -52,12 +52,14 @@ class FileHead:
         config: the table of config.json.
         sentence: what modules.json says; None without one.
         added: whether the pooling is none of the file's own.
+        stated: what a CrossEncoder's folder says makes its scores.
     """
 
     kind: str = NEXT_TOKEN
     config: Mapping[str, Any] = field(default_factory=dict)
     sentence: SentenceModules | None = None
     added: bool = False
+    stated: str = ""
 
     @property
     def both(self) -> bool:
@@ -75,7 +77,7 @@ class FileHead:
             "direction": "both",
             "head": self.kind,
             "labels": label_names(self.kind, labels if isinstance(labels, dict) else {}, count),
-            "activation": activation_of(self.kind, self.config.get("problem_type"), count),
+            "activation": activation_of(self.kind, self.config.get("problem_type"), count, stated=self.stated),
             "pooling": self._pooling(values, last) if self.kind == "embedding" else {},
         }
 
@@ -125,7 +127,9 @@ def find_head(decoder: Recognised, folder: Path, config: Mapping[str, Any]) -> F
     if rank(flow.logits) == 2:
         normed = any(node.op_type in ("ReduceL2", "LpNormalization") for node in flow.between(stream, flow.logits))
         plain = sentence is not None or normed or not maps or stated == "none"
-        return FileHead("embedding" if plain and stated != "classes" else "classes", config, sentence)
+        if plain and stated != "classes":
+            return FileHead("embedding", config, sentence)
+        return FileHead("classes", config, sentence, stated=stated_activation(folder))
     if not maps:
         return FileHead("none" if sentence is None else "embedding", config, sentence, sentence is not None)
     rows = vocabulary(flow)

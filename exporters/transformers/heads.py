@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from exporters.head_facts import activation_of, head_named, label_names, tells_replaced
-from exporters.sentence_folder import SentenceModules, sentence_modules
+from exporters.sentence_folder import SentenceModules, sentence_modules, stated_activation
 from exporters.transformers.encoder_families import is_encoder
 from exporters.transformers.sentence import SENTENCE, make
 from mionnx.errors import ExportError
@@ -40,11 +40,13 @@ class TaskHead:
         kind: a key of `mionnx.graph.metadata.MAIN_OUTPUTS`.
         architecture: the class that the config names; empty if none.
         sentence: what makes an embedding of the stream; None for other heads.
+        stated: what a CrossEncoder's folder says makes its scores.
     """
 
     kind: str = NEXT_TOKEN
     architecture: str = ""
     sentence: SentenceModules | None = None
+    stated: str = ""
 
     def make(self, config: Any, dtype: torch.dtype) -> PreTrainedModel:
         """A model with this head."""
@@ -78,7 +80,8 @@ class TaskHead:
 
     def activation(self, config: Any) -> str:
         """What makes probabilities of the logits of classes, as transformers' pipeline has it."""
-        return activation_of(self.kind, getattr(config, "problem_type", None), config.num_labels, self.architecture)
+        problem = getattr(config, "problem_type", None)
+        return activation_of(self.kind, problem, config.num_labels, self.architecture, self.stated)
 
 
 DECODER = TaskHead()
@@ -94,4 +97,5 @@ def head_of(config: Any, folder: Path | None = None) -> TaskHead:
     # A decoder's weights without a head are tied to it.
     if kind is None or (kind in ("masked_lm", "none") and not is_encoder(config)):
         kind = "none" if is_encoder(config) and not name else NEXT_TOKEN
-    return TaskHead(kind, name)
+    stated = stated_activation(folder) if folder is not None and kind == "classes" else ""
+    return TaskHead(kind, name, stated=stated)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mionnx.errors import ModelError
 from mionnx.graph.folder_file import inside, read_json
@@ -63,6 +63,14 @@ def text_limit(folder: Path) -> int | None:
             if type(limit) is int and 0 < limit < NO_LIMIT:
                 return limit
     return None
+
+
+def cut_side(folder: Path) -> Literal["left", "right"]:
+    """The end at which longer texts are cut, by the tokenizer's settings."""
+    with suppress(ModelError, AttributeError):
+        if read_json(inside(folder, "tokenizer_config.json")).get("truncation_side") == "left":
+            return "left"
+    return "right"
 
 
 EXPERT_SIZES = ("n_experts", "n_chosen", "d_expert")  # of `Sizes`; axes bear the same names

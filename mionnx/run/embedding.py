@@ -111,7 +111,8 @@ def similarity(
 
     Args:
         a, b: texts, or embeddings [n, d]; a with itself where b is left out.
-        hooks, prompt_name, batch_size, progress: see `embed`.
+        hooks: interventions in force; `rows=` of them count in a and in b each from 0.
+        prompt_name, batch_size, progress: see `embed`.
 
     Returns:
         float64 [texts of a, texts of b]: the cosine, or what the model's folder names: the dot product, or the negative
@@ -123,8 +124,9 @@ def similarity(
     need_head(model, "similarity", "embedding")
 
     def vectors(side: object) -> NDArray[np.float64]:
-        if isinstance(side, np.ndarray) or hasattr(side, "__array__"):
-            array = np.atleast_2d(to_array(side)).astype(np.float64)
+        array = to_array(side) if hasattr(side, "__array__") else None
+        if array is not None and array.dtype.kind not in "OSU":  # texts in an array are texts
+            array = np.atleast_2d(array).astype(np.float64)
             if array.ndim != 2 or array.shape[1] != model.hooked.metadata.columns:
                 raise InputError(f"embeddings are [n, {model.hooked.metadata.columns}], got {list(array.shape)}")
             return array

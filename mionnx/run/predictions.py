@@ -139,11 +139,16 @@ def fill_mask(
     at_least("k", k, 1)
     entries = listed_texts(texts, pairs=False)
     tokens = tokens_of(model, entries)
+    name, most = model.tokenizer.id_to_token(mask), model.hooked.longest_text
     for text, one in zip(entries, tokens, strict=True):
-        if mask not in one.ids:
+        masks = np.count_nonzero(one.ids == mask)
+        if text.count(name) > masks and len(one) == most:
             raise InputError(
-                f"{cut(str(text), 60)!r} has no mask: write {model.tokenizer.id_to_token(mask)} where it is"
+                f"a mask of {cut(text, 60)!r} was cut off: the model reads {most} tokens of a text, special ones "
+                f"included, and {name} stands outside them"
             )
+        if not masks:
+            raise InputError(f"{cut(text, 60)!r} has no mask: write {name} where it is")
     k = min(k, model.vocab_size)
 
     def read(row: int, cache: HookCache) -> list[tuple[int, int, Numbers]]:

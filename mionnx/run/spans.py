@@ -1,7 +1,8 @@
-"""`tag` and `answer_span`: labels of words, and the part of a context that answers a question."""
+"""`tag`: labels of words; and the parts of texts that it and `answer_span` find."""
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,6 @@ from mionnx.errors import InputError
 from mionnx.inputs.tokens import Tokens
 from mionnx.machine.brief import count, cut
 from mionnx.machine.decimals import decimal
-from mionnx.machine.ranges import at_least
-from mionnx.machine.softmax import log_softmax
 from mionnx.machine.typed import typed
 from mionnx.run.batching import AUTO, BatchSize
 from mionnx.run.encoder_texts import listed_texts, map_texts, need_head, tokens_of
@@ -26,7 +25,10 @@ from mionnx.spec.hook_spec import HookSpec
 from mionnx.view import Columns, MarkedText, Shown, Table, Text, View
 
 EVEN = 0.5  # the probability from which on a label is told that excludes no other
-BEGINS, ENDS = ("B", "S"), ("E", "S")  # marks of labels at the first and the last word of a span
+# Marks of labels at the first and at the last word of a span, and those besides B and I (BIOES, BILOU, BMES).
+BEGINS, ENDS, OTHER_MARKS = {*"BSUW"}, {*"ESLUW"}, "ESLUMW"
+WITHOUT_SPACES = ("CJK", "IDEOGRAPHIC", "HIRAGANA", "KATAKANA", "HALFWIDTH KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR")
+JOINERS = "\u00ad\u200c\u200d"  # of one word: the soft hyphen, and what Persian and Hindi write between letters
 PAGE_TEXTS, CHIPS, SLIGHT = 20, 3, 0.01  # texts of a page; labels told of a token, and the least probability of one
 UNTAGGED = "O"  # the label of words that belong to nothing
 Numbers = NDArray[np.float64]
@@ -203,8 +205,10 @@ def tag(
 ) -> Spans:
     """Label the words of texts, as named entities for one.
 
-    Tokens are merged into words by their offsets (a word has the label of its first token), and words that follow each
-    other into one span where their labels agree behind "B-" and "I-" and the second does not begin anew.
+    A word has the label of its first token. Words are those of a tokenizer that marks the pieces inside them ("##"), as
+    in transformers' pipeline; of others runs of letters and digits, each token by itself in scripts without spaces.
+    Words that follow each other are one span where their labels agree behind "B-" and "I-" (BIOES, BILOU and BMES are
+    read too) and the second does not begin anew.
 
     Args:
         texts: a text or a list of them.
@@ -228,36 +232,50 @@ def tag(
 
     shares = map_texts(model, tokens, read, "texts", hooks, batch_size, progress)
     least = 0 if metadata.exclusive else EVEN
-    groups = [_spans(row, tokens[row], own, metadata.labels, least) for row, own in enumerate(shares)]
+    prefix = getattr(getattr(model.tokenizer, "model", None), "continuing_subword_prefix", None)
+    groups = [_spans(row, tokens[row], own, metadata.labels, least, prefix) for row, own in enumerate(shares)]
     words = [[token_text(model, token) for token in one.ids.tolist()] for one in tokens]
     read_of = [*zip(words, shares, strict=True)]
     return Spans.of(entries, [span for spans in groups for span in spans], metadata.labels, read_of)
 
 
-def _words(tokens: Tokens) -> list[list[int]]:
-    """The positions of each word's tokens: those that follow each other without white space or punctuation between."""
+def _words(tokens: Tokens, prefix: str | None = None) -> list[list[int]]:
+    """The positions of each word's tokens; `prefix` stands before the pieces that go on with a word, "##" of BERT's."""
     words: list[list[int]] = []
     end = -1
     for position, (first, last) in enumerate(tokens.offsets):
-        if last <= first:  # a special token
+        if not tokens.text[first:last].strip():  # a special token, or a space
             end = -1
             continue
-        inner = tokens.text[first:last].strip().isalnum() and tokens.text[max(0, end - 1) : end].isalnum()
-        if words and first == end and inner and not tokens.text[first].isspace():
+        goes_on = first < end  # bytes of one character are tokens of their own
+        if not goes_on and end > 0:
+            goes_on = tokens.pieces[position].startswith(prefix) if prefix else _goes_on(tokens.text, end, first)
+        if goes_on:
             words[-1].append(position)
         else:
             words.append([position])
-        end = last
+        end = max(end, last)
     return words
 
 
-def _spans(row: int, tokens: Tokens, shares: Numbers, labels: Sequence[str], least: float) -> list[TextSpan]:
+def _goes_on(text: str, end: int, first: int) -> bool:
+    """Whether a word that has reached the character `end` goes on at `first`."""
+    between = text[end - 1 : first + 1]
+    if not all(unicodedata.category(one)[0] in "LMN" or one in JOINERS for one in between):
+        return False
+    apart = any(unicodedata.name(one, "").startswith(WITHOUT_SPACES) for one in between)
+    return not apart or unicodedata.category(between[-1])[0] == "M"
+
+
+def _spans(
+    row: int, tokens: Tokens, shares: Numbers, labels: Sequence[str], least: float, prefix: str | None
+) -> list[TextSpan]:
     """The spans of a text by [tokens, labels] probabilities, those of `least` at least."""
     spans: list[TextSpan] = []
     counts: list[int] = []
     before: tuple[str, int] | None = None
     marks = _marks(labels)
-    for number, word in enumerate(_words(tokens)):
+    for number, word in enumerate(_words(tokens, prefix)):
         column = int(shares[word[0]].argmax())
         label, share = labels[column], float(shares[word[0], column])
         mark, name = (label[:1], label[2:]) if label[:2] in marks else ("", label)
@@ -280,64 +298,6 @@ def _spans(row: int, tokens: Tokens, shares: Numbers, labels: Sequence[str], lea
 
 
 def _marks(labels: Sequence[str]) -> tuple[str, ...]:
-    """What stands before the names of labels: B- and I-, and E- and S- where labels tell the ends of spans too."""
-    ends = any(label.startswith("E-") and f"B-{label[2:]}" in labels for label in labels)
-    return ("B-", "I-", *(("E-", "S-") if ends else ()))
-
-
-@typed()
-def answer_span(
-    model: Runner,
-    question: str,
-    context: str,
-    k: int = 1,
-    hooks: HookSpec | None = None,
-    *,
-    max_answer_length: int = 30,
-) -> Spans:
-    """The parts of a context that answer a question, by a span head.
-
-    Args:
-        question, context: the two texts that the model reads.
-        k: answers that are told, the best first.
-        hooks: interventions in force.
-        max_answer_length: tokens of an answer.
-
-    Returns:
-        the best answers, no two the same; start <= end, both within the context. The probability is that of the start
-        times that of the end, each among the context's tokens.
-
-    Example:
-        model.answer_span("Where does Angela live?", "Angela lives in Berlin.").parts[0]
-    """
-    need_head(model, "answer_span", "span")
-    at_least("k", k, 1)
-    at_least("max_answer_length", max_answer_length, 1)
-    (tokens,) = tokens_of(model, [(question, context)])
-    begin = len(question) + 1
-    inside = np.array([first >= begin and last > first for first, last in tokens.offsets])
-    if not inside.any():
-        raise InputError(f"the context {cut(context, 40)!r} has no tokens")
-
-    def read(row: int, cache: HookCache) -> Numbers:
-        return cache.output()[0].astype(np.float64)
-
-    (logits,) = map_texts(model, [tokens], read, "texts", hooks)
-    starts, ends = log_softmax(np.where(inside[:, None], logits, -np.inf).T, axis=-1)
-    scores = starts[:, None] + ends[None]
-    places = np.arange(len(scores))
-    length = places[None] - places[:, None]
-    scores = np.where((length >= 0) & (length < max_answer_length), scores, -np.inf)
-    order = np.argsort(-scores, axis=None, kind="stable")
-    spans: list[TextSpan] = []
-    for place in order[: int(np.isfinite(scores).sum())].tolist():
-        first, last = divmod(place, len(scores))
-        start, end = tokens.offsets[first][0] - begin, tokens.offsets[last][1] - begin
-        start += len(context[start:end]) - len(context[start:end].lstrip())
-        if all(one.text != context[start:end] for one in spans):
-            share = float(np.exp(scores[first, last]))
-            spans.append(TextSpan(0, "answer", context[start:end], start, end, (first, last), share))
-        if len(spans) == k:
-            break
-    words = [token_text(model, token) for token in tokens.ids.tolist()]
-    return Spans.of([context], spans, model.hooked.metadata.labels, [(words, np.exp([starts, ends]).T)])
+    """What stands before the names of labels: B- and I-, and others of those that have one of these too."""
+    names = {label[2:] for label in labels if label[:2] in ("B-", "I-")}
+    return ("B-", "I-", *(f"{mark}-" for mark in OTHER_MARKS if any(f"{mark}-{name}" in labels for name in names)))

@@ -6,9 +6,10 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3Model
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3Model
 
 from mionnx import HookSpec, InputError, Intervention, InterventionError, MIModel
+from mionnx.run.encoder_texts import tokens_of
 from mionnx.run.spans import _words
 
 ATOL = 5e-5
@@ -79,7 +80,8 @@ def test_the_best_span_of_a_context(text_encoder):
     output = eager(reference, inputs(model, question, context))
     first = tokens.ids.tolist().index(3) + 1  # behind the separator
     places = range(first, len(tokens) - 1)
-    starts, ends = (one[0, first:-1].log_softmax(-1).numpy() for one in (output.start_logits, output.end_logits))
+    counted = [0, *places]  # the first token stands for no answer
+    starts, ends = (one[0, counted].log_softmax(-1)[1:].numpy() for one in (output.start_logits, output.end_logits))
     scores = {(i, j): starts[i - first] + ends[j - first] for i in places for j in places if i <= j}
     best = max(scores, key=scores.__getitem__)
     found = model.answer_span(question, context, k=3)
@@ -111,6 +113,28 @@ def test_long_texts_are_cut_with_their_special_tokens(text_encoder):
     assert model.hooked.longest_text == 16
     assert np.abs(model.embed(long) - model.embed(" ".join(["music"] * 14))).max() < ATOL
     assert np.abs(model.embed(long, max_length=6) - model.embed(" ".join(["music"] * 4))).max() < ATOL
+
+
+def test_texts_are_cut_at_the_end_that_the_tokenizer_names(text_encoder, tmp_path):
+    """`truncation_side` was not read: a text's end was lost, where sentence-transformers drops its beginning."""
+    folder = tmp_path / "model"
+    shutil.copytree(text_encoder("embedding")[0].hooked.folder, folder)
+    settings = folder / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"truncation_side": "left"}))
+    model = MIModel.from_pretrained(folder, threads=1)
+    long = " ".join(["it rains"] * 10 + ["music"] * 10)
+    assert np.array_equal(model.embed(long), model.embed(" ".join(["it rains"] * 2 + ["music"] * 10)))
+    first, second = "music " * 3, "it rains " * 9 + "music " * 3
+    (pair,) = tokens_of(model, [(first, second)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), truncation_side="left")
+    assert pair.ids.tolist() == tokenizer(first, second, truncation=True, max_length=16)["input_ids"]
+
+
+def test_texts_in_arrays_are_texts(text_encoder):
+    """`similarity` took them for embeddings, and failed as numpy does."""
+    model, _ = text_encoder("embedding")
+    for side in (np.array(TEXTS), np.array(TEXTS, object)):
+        assert np.array_equal(model.similarity(side, np.str_("it rains")), model.similarity(TEXTS, "it rains"))
 
 
 @pytest.mark.parametrize("name", ["sentence_xlm-roberta_config.json", "tokenizer_config.json"])
@@ -158,6 +182,8 @@ def test_a_value_for_each_row_and_position_means_the_same_in_batches(text_encode
     [
         ("classes", lambda model: model.fill_mask("it [MASK]"), "'masked_lm', and .* has the head 'classes'"),
         ("masked_lm", lambda model: model.fill_mask("it rains"), r"write \[MASK\]"),
+        ("masked_lm", lambda model: model.fill_mask("music " * 50 + "[MASK]"), r"cut off: the model reads 40 tokens"),
+        ("masked_lm", lambda model: model.fill_mask("[MASK] " + "music " * 50 + "[MASK]"), r"cut off"),
         ("masked_lm", lambda model: model.embed("it rains"), "'embedding'"),
         ("masked_lm", lambda model: model.classify("it rains"), "'classes'"),
         ("embedding", lambda model: model.embed([]), "nothing to run on"),
