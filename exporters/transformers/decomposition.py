@@ -18,11 +18,10 @@ TORCHS_OWN = _fx_passes.decompose_with_registry
 aten = torch.ops.aten
 CHECKS = (aten._assert_scalar.default, aten._assert_tensor_metadata.default)
 TO_A_TYPE = (aten.to.device, aten.to.dtype, aten.to.dtype_layout)
-VIEWS = (aten.flatten.using_ints, aten.unflatten.int)
+VIEWS = (aten.flatten.using_ints, aten.reshape.default, aten.unflatten.int)
 RENAMED = {  # operator -> another, and what it takes besides
     aten.__and__.Tensor: (aten.bitwise_and.Tensor,),
     aten.min.other: (aten.minimum.default,),
-    aten.reshape.default: (aten.view.default,),
     aten.square.default: (aten.pow.Tensor_Scalar, 2),
 }
 CONTIGUOUS = {"memory_format": torch.contiguous_format}
@@ -96,8 +95,14 @@ def _replacement(node: fx.Node, sizes: dict[str, fx.Node]) -> Any:
         same = before.meta["val"].dtype == value.dtype
         return before if same else (aten._to_copy.default, (before,), {"dtype": value.dtype})
     if operator in VIEWS and not node.kwargs:
-        dims = [dim if isinstance(dim, int) else sizes.get(str(dim.node.expr)) for dim in value.shape]
-        return None if None in dims else (aten.view.default, (arguments[0], dims), {})
+        shapes = [value.shape]
+        if operator is aten.reshape.default:  # torch gives one that copies all sizes, another what it says
+            shapes = [value.shape, arguments[1]][arguments[0].meta["val"].is_contiguous() :]
+        for shape in shapes:
+            sized = [dim.meta["val"] if isinstance(dim, fx.Node) else dim for dim in shape]
+            dims = [dim if isinstance(dim, int) else sizes.get(str(dim.node.expr)) for dim in sized]
+            if None not in dims:
+                return aten.view.default, (arguments[0], dims), {}
     if operator is aten.chunk.default and not node.kwargs:
         size, rank = value[0].shape, arguments[0].meta["val"].dim()
         dim = (arguments[2] if len(arguments) > 2 else 0) % rank
