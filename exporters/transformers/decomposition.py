@@ -55,7 +55,11 @@ def _decompose(program: ExportedProgram, registry: ONNXRegistry) -> bool:
         if isinstance(value, torch.SymInt):
             symbol = str(value.node.expr)
             sizes[symbol] = max(sizes.get(symbol, node), node, key=lambda one: len(one.users))
-        if node.op != "call_function" or node.target in CHECKS or not node.users:
+        if node.op != "call_function" or node.target in CHECKS:
+            continue
+        if _writes(node):
+            return False
+        if not node.users:
             continue
         new = _replacement(node, sizes)
         if (node in results and isinstance(new, fx.Node)) or (new is None and not _stays(node, implemented)):
@@ -117,4 +121,8 @@ def _stays(node: fx.Node, implemented: set[Any]) -> bool:
         return operator in implemented
     values = [*operator._schema.arguments, *operator._schema.returns]
     aliases = any(value.alias_info is not None for value in values)
-    return not operator._schema.is_mutable and not (aliases and operator.has_kernel_for_dispatch_key(COMPOSITE))
+    return not (aliases and operator.has_kernel_for_dispatch_key(COMPOSITE))
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable

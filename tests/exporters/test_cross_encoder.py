@@ -38,6 +38,7 @@ def says(folder, **settings):
     (folder / "config_sentence_transformers.json").write_text(json.dumps(table))
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("stated", "activation"), [(TORCH[0], "identity"), (TORCH[1], "sigmoid"), (None, "sigmoid")])
 def test_one_label_is_a_score_as_the_folder_says(checkpoint_of_pairs, tmp_path, stated, activation):
     """Such a folder was refused for its modules, and Identity was unknown: a sigmoid was told for raw scores."""

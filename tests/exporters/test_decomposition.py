@@ -44,6 +44,15 @@ class InPlace(Operators):
         return x.sum(-1)
 
 
+class InPart(Operators):
+    """A part of a value that is written over; nothing reads what the operator gives."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        x[..., :4] = x[..., 4:8] * 2
+        return x.sum(-1)
+
+
 class AsItCame(Operators):
     """A result that is a cast to the type that it has: its name is that of an output."""
 
@@ -59,7 +68,9 @@ def by_hand(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize(("module", "expected"), [(Operators, True), (InPlace, False), (AsItCame, False)])
+@pytest.mark.parametrize(
+    ("module", "expected"), [(Operators, True), (InPlace, False), (InPart, False), (AsItCame, False)]
+)
 def test_a_graph_computes_what_its_module_does(module, expected, by_hand):
     single_threaded()
     torch.manual_seed(0)

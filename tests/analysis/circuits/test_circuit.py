@@ -216,6 +216,7 @@ def test_a_page_draws_the_circuit_of_each_size(shipped, chromium, tmp_path):
     assert "m3" in page.locator(".graph").inner_text()
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("family", ["mamba", "mamba2"])
 def test_layers_of_a_mixer_alone_have_circuits(hybrid, family):
     """Without MLPs: a circuit without one edge is path patching of that one; all of them are the model."""

@@ -49,6 +49,7 @@ def test_scores_are_those_of_autograd(models, oracle, references, name, steps):
         assert (expected[found.edges] != 0).mean() > 0.8
 
 
+@pytest.mark.slow
 def test_a_graph_that_takes_queries_and_keys_apart_after_stacking_them_has_edges(tmp_path):
     """CodeGen's keys seem to lead to its queries: a trial tells that they do not."""
     reference, (clean, corrupted) = make("codegen"), prompts(21)

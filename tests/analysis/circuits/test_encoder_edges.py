@@ -70,6 +70,7 @@ def test_any_circuit_is_what_torch_gives(both, texts):
             assert value == pytest.approx(float(logits[2] - logits[0]), abs=5e-5)
 
 
+@pytest.mark.slow_beyond(1)
 def test_paths_are_what_torch_gives(both, texts):
     model, oracle, reads = both
     with torch.no_grad():
